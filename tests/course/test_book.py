@@ -122,7 +122,7 @@ def test_a_week_is_run_once_and_goes_on_only_if_asked(monkeypatch: pytest.Monkey
     """The lab is replaced by one that leaves made-up results, a command by one that writes its JSON or fails."""
     ran: list[str] = []
 
-    def lab(_console: Any, experiment: Experiment, folder: Path, monitors: bool, answered: Any) -> None:
+    def lab(_console: Any, experiment: Experiment, folder: Path, **_options: Any) -> None:
         ran.append(experiment.name)
         if not folder.exists():
             write_results(folder, arms=("device",), rates=(), blocks=3, name=experiment.name)

@@ -149,6 +149,27 @@ def test_flags_of_a_run_reach_every_arm_and_label_it() -> None:
     assert {arm.label for arm in made.arms} == {"random weights"}
 
 
+@pytest.mark.parametrize("week", [week for week in ALL if week.gpus == 1], ids=lambda week: str(week.number))
+def test_with_random_weights_a_week_for_gpus_needs_nothing_but_the_package(week: Week, tmp_path: Path,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # no data lies here
+    flags = {"load-format": "dummy", "gpu-memory": "20GB"}
+    for made in experiments(week, "gpu", flags=flags, prompts=6).values():
+        assert made.restart == "never"
+        ours = [arm for arm in made.arms if arm.spec.kind == "spillover"]
+        assert ours
+        for arm in ours:
+            assert arm.label == "random weights"
+            assert arm.spec.args["gpu-memory"] == "20GB"
+            assert (Path(arm.spec.model or "") / "config.json").is_file()
+            assert (Path(arm.spec.args["tokenizer"]) / "tokenizer.json").is_file()
+        assert all(found.count <= 6 for found in workload_stats(made).values())
+    for step in week.commands:
+        words = arguments(step, "gpu", "out.json", flags=flags, prompts=6)
+        assert (Path(words[words.index("--model") + 1]) / "config.json").is_file()
+        assert "--num-prompts" not in words or int(words[words.index("--num-prompts") + 1]) <= 6
+
+
 def test_an_engine_that_is_not_here_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPILLOVER_VLLM_PYTHON", "/nonexistent/python")
     with pytest.raises(SpilloverError, match=r"^week 5 cannot be run on vllm: [^\n]*; to have it: pip install"):

@@ -194,6 +194,19 @@ def test_somebody_elses_question_ends_it_in_place_of_its_own_verdicts(tmp_path: 
     assert again.measured == []
 
 
+def test_nothing_is_begun_after_a_deadline_and_what_was_measured_goes_on(tmp_path: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    made = experiment(arms={"a": {"engine": "spillover"}, "b": {"engine": "spillover", "args": {"slowdown": 2}}})
+    for runs in (0, 3):
+        load = FakeLoad()
+        with monkeypatch.context() as patched:  # a clock that counts runs
+            patched.setattr("spillover.lab.run.time.monotonic", lambda load=load: float(len(load.measured)))
+            cut = run_experiment(made, tmp_path / "r", load.bench(), deadline=float(runs))
+        assert len(load.measured) == runs  # fewer than the blocks that a verdict takes
+        assert analysis_of(cut)["stopped"]["reason"] == "time-limit"
+    assert analysis_of(run_experiment(made, tmp_path / "r", FakeLoad().bench()))["stopped"]["reason"] == "decided"
+
+
 def test_runs_that_a_busy_moment_spoilt_are_left_out_while_they_are_rare(tmp_path: Path) -> None:
     def measured(share: float) -> dict[str, Any]:
         load, count = FakeLoad(3), [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import click
 
 from spillover.cli.bench.measuring import make_console
 from spillover.errors import SpilloverError
+from spillover.units import parse_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,6 +99,13 @@ def show(week: str) -> None:
 @click.option("--model", default=None, help="Model of all arms and commands that name none.")
 @click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto", show_default=True,
               help="dummy: random weights of the true shape; every number is labelled so.")
+@click.option("--gpu-memory", default=None, metavar="SIZE",
+              help="Device memory of every server and command; servers then stay up beside each other.")
+@click.option("--prompts", type=click.IntRange(1), default=None, metavar="N",
+              help="At most N requests in a run: a short look at a large size.")
+@click.option("--limit", default=None, metavar="TIME",
+              help="Time of each week, such as 60s: nothing is begun after it. What was measured is kept and goes on "
+                   "with the same command.")
 @click.option("--sbatch", default=None, is_flag=False, flag_value="", metavar="[FILE]",
               help="Write a job file for Slurm and run nothing. [default: weekNN.sbatch]")
 @click.option("--nodes", type=click.IntRange(1, 64), default=1, show_default=True,
@@ -106,24 +115,28 @@ def show(week: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Show what would be run; run nothing.")
 @click.option("--again", is_flag=True, help="Go on with experiments that have ended already; repeat commands.")
 @results_option
-def run(week: str, scale: str, engine: str, model: str | None, load_format: str, sbatch: str | None, nodes: int,
-        ray: bool, dry_run: bool, again: bool, results: Path) -> None:
-    """Run WEEK, a number from 1 to 16 or `all`; check it; and write the book. The same command resumes.
+def run(week: str, scale: str, engine: str, model: str | None, load_format: str, gpu_memory: str | None,
+        prompts: int | None, limit: str | None, sbatch: str | None, nodes: int, ray: bool, dry_run: bool, again: bool,
+        results: Path) -> None:
+    """Run WEEK, a number from 1 to 16, several with commas, or `all`; check; write the book. It resumes.
 
     \b
     Examples:
       spill course run 7
       spill course run 1 --engine vllm
       spill course run all --scale cpu
+      spill course run 1,3,10 --scale gpu --load-format dummy --gpu-memory 30GB --prompts 32 --limit 60s
     """
     from spillover.course.book import write_book
     from spillover.course.runs import CourseRun
     from spillover.course.shape import check as outcomes_of
     from spillover.course.slurm import on_ray
-    from spillover.course.steps import experiments
+    from spillover.course.steps import arguments, commands, experiments
 
     chosen = _weeks(week)
     flags = {} if load_format == "auto" else {"load-format": load_format}
+    flags |= {} if gpu_memory is None else {"gpu-memory": gpu_memory}
+    seconds = math.inf if limit is None else parse_seconds(limit)
     if nodes > 1 and sbatch is None:
         raise SpilloverError("--nodes is of a job: give --sbatch too")
     if sbatch is not None:
@@ -134,12 +147,17 @@ def run(week: str, scale: str, engine: str, model: str | None, load_format: str,
         return
     if len(chosen) > 1:
         chosen = [each for each in chosen if engine in each.engines]
-    made = {each.number: experiments(each, scale, engine, model, flags) for each in chosen}  # before anything runs
+    made = {each.number: experiments(each, scale, engine, model, flags, prompts) for each in chosen}  # before any runs
     if ray:
         made = {each.number: on_ray(each, made[each.number]) for each in chosen}
     console = make_console()
     for each in chosen:
-        _run_week(console, CourseRun.of(results, each, scale, engine), made[each.number], model, flags, dry_run, again)
+        one = CourseRun.of(results, each, scale, engine)
+        todo = {step.name: (step, arguments(step, scale, str(one.command_file(step.name)), model, flags, prompts))
+                for step in commands(each, scale, engine)}
+        _run_week(console, one, made[each.number], todo, time.monotonic() + seconds, dry_run, again)
+        if not dry_run:
+            write_book(results, results / "book.html")  # as it goes: what comes after may be cut off
     if not dry_run:
         runs = [CourseRun.of(results, each, scale, engine) for each in chosen]
         stands = [outcome.outcome for one in runs for outcome in outcomes_of(one)]
@@ -187,27 +205,28 @@ def _weeks(given: str) -> list[Week]:
 
     if given == "all":
         return all_weeks()
-    number = given.lower().removeprefix("week")
-    if not number.isdigit():
-        raise SpilloverError(f"There is no week '{given}'; give a number from 1 to {WEEKS}, or all")
-    return [load_week(int(number))]
+    found = []
+    for part in given.split(","):
+        number = part.strip().lower().removeprefix("week")
+        if not number.isdigit():
+            raise SpilloverError(f"There is no week '{part}'; give numbers from 1 to {WEEKS}, or all")
+        found.append(load_week(int(number)))
+    return found
 
 
-def _run_week(console: Console, one: CourseRun, made: dict[str, Any], model: str | None, flags: dict[str, Any],
-              dry_run: bool, again: bool) -> None:
+def _run_week(console: Console, one: CourseRun, made: dict[str, Any], todo: dict[str, tuple[CommandStep, list[str]]],
+              deadline: float, dry_run: bool, again: bool) -> None:
     from spillover.cli.lab.lab_run import run_in_terminal, show_plan
     from spillover.course.shape import answered
-    from spillover.course.steps import arguments, commands
     from spillover.lab.report import write_report
 
     console.rule(f"Week {one.week.number}: {one.week.title}")
     if one.week.missing:
         console.print(one.week.missing, style="yellow", highlight=False, markup=False)
-    for step in commands(one.week, one.scale, one.engine):
-        given = arguments(step, one.scale, str(one.command_file(step.name)), model, flags)
+    for step, given in todo.values():
         console.print(f"spill {' '.join(given)}", highlight=False, markup=False)
         if not dry_run and (again or not one.done(step.name)):
-            _run_command(console, one, step, given)
+            _run_command(console, one, step, given, deadline)
     for name, experiment in made.items():
         folder = one.experiment_folder(name)
         if dry_run:
@@ -216,7 +235,8 @@ def _run_week(console: Console, one: CourseRun, made: dict[str, Any], model: str
             one.note(name, kind="experiment", done=False)
             begun, before = time.monotonic(), one.step_seconds(name)
             try:
-                run_in_terminal(console, experiment, folder, monitors=True, answered=answered(one, name))
+                run_in_terminal(console, experiment, folder, monitors=True, answered=answered(one, name),
+                                deadline=deadline)
                 write_report(folder)
             except SpilloverError as error:  # the other steps and weeks go on; the book says why this one did not
                 console.print(str(error), style="red", highlight=False, markup=False)
@@ -228,21 +248,22 @@ def _run_week(console: Console, one: CourseRun, made: dict[str, Any], model: str
         _show(console, one)
 
 
-def _run_command(console: Console, one: CourseRun, step: CommandStep, given: list[str]) -> None:
+def _run_command(console: Console, one: CourseRun, step: CommandStep, given: list[str], deadline: float) -> None:
     from spillover.lab.engines.spillover import spill
 
     one.command_file(step.name).unlink(missing_ok=True)
     one.note(step.name, kind="command", done=False)
     begun, why = time.monotonic(), None
-    with console.status(f"{step.name}, at most {step.seconds:.0f} s"):
+    most = max(0.0, min(step.seconds, deadline - begun))
+    with console.status(f"{step.name}, at most {most:.0f} s"):
         try:
             done = subprocess.run([*spill(sys.executable), *given], capture_output=True, text=True, check=False,
-                                  timeout=step.seconds)
+                                  timeout=most)
             if done.returncode:
                 lines = done.stderr.strip()[-LOG_TAIL:].splitlines()
                 why = lines[-1] if lines else f"exit code {done.returncode}"
         except subprocess.TimeoutExpired:
-            why = f"it took more than {step.seconds:.0f} s"
+            why = f"it took more than {most:.0f} s" if most else "the time of --limit had passed"
     if why is not None:
         console.print(f"{step.name}: {why}", style="red", highlight=False, markup=False)
     one.note(step.name, done=why is None, reason=why, seconds=time.monotonic() - begun)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from spillover.course.week import CommandStep, ExperimentStep, Week, all_weeks
+from spillover.course.week import CommandStep, ExperimentStep, Week, all_weeks, course_folder
 from spillover.errors import SpilloverError
 from spillover.lab.document import read_document, scaled
 from spillover.lab.engines import missing
@@ -14,11 +15,17 @@ from spillover.lab.experiment import Experiment, parse_experiment
 
 PRESETS = {("vllm", "cpu"): "vllm-cpu", ("vllm", "gpu"): "vllm-default", ("sglang", "gpu"): "sglang-default",
            ("sglang", "cpu"): "sglang-default"}
+GPU_MODEL = "meta-llama/Llama-3.1-8B-Instruct"  # of commands at the size for GPUs; experiments name it themselves
+SHAPES = {GPU_MODEL: "llama-3.1-8b"}  # models whose config.json ships, for random weights of their shape
+FILES_OF_TEXT = ("sharegpt", "custom")
+TEXT_LENGTHS = {"dataset-name": "random", "random-input-len": 220, "random-output-len": 200}  # ShareGPT's, about
+TOKENIZER = course_folder() / "week14" / "tokenizer"  # a small one, for random weights
 
 
 def make_experiment(week: Week, step: ExperimentStep, scale: str, engine: str = "spillover", model: str | None = None,
-                    flags: Mapping[str, Any] | None = None) -> Experiment:
-    """Make the experiment of a step. `flags`: laid over those of every arm that the lab starts."""
+                    flags: Mapping[str, Any] | None = None, prompts: int | None = None) -> Experiment:
+    """Make the experiment of a step. `flags`: laid over those of every arm that the lab starts. `prompts`: the most
+    requests of a run."""
     document = read_document(step.source)
     document = scaled(document, scale if scale in (document.get("scales") or {}) else None)
     document = _over(document, step.changes.get(scale, {}))
@@ -30,22 +37,29 @@ def make_experiment(week: Week, step: ExperimentStep, scale: str, engine: str = 
         document["arms"] = {**document["arms"], arm: {
             **of_arm, "preset": PRESETS[engine, scale], "about": f"{of_arm.get('about', arm)} ({engine})",
             "args": {key: value for key, value in args.items() if value is not None}}}
+    if (flags or {}).get("load-format") == "dummy":
+        document = _random_weights(document, model)
+        model = shape(model)
     if flags:
         document["arms"] = {name: arm if "url" in arm else {**arm, "args": {**(arm.get("args") or {}), **flags}}
                             for name, arm in document["arms"].items()}
+    if "gpu-memory" in (flags or {}):
+        document["restart"] = "never"  # each has its share, so that all servers can stay up
+    if prompts is not None:
+        document["workloads"] = {name: _fewer(load, prompts) for name, load in document["workloads"].items()}
     document = _placed(document, week)
     return parse_experiment({**document, "name": f"{week.name}-{step.name}"}, scale, model)
 
 
 def experiments(week: Week, scale: str, engine: str = "spillover", model: str | None = None,
-                flags: Mapping[str, Any] | None = None) -> dict[str, Experiment]:
+                flags: Mapping[str, Any] | None = None, prompts: int | None = None) -> dict[str, Experiment]:
     """Make the experiments of a week, by name; refuse an engine that it has nothing for or that is not here."""
     if engine not in week.engines:
         others = [str(other.number) for other in all_weeks() if engine in other.engines]
         raise SpilloverError(f"week {week.number} has nothing to run on {engine}; weeks that have: {', '.join(others)}")
     steps = [step for step in week.experiments if scale in step.scales and (engine == "spillover"
                                                                             or engine in step.engines)]
-    made = {step.name: make_experiment(week, step, scale, engine, model, flags) for step in steps}
+    made = {step.name: make_experiment(week, step, scale, engine, model, flags, prompts) for step in steps}
     specs = [arm.spec for each in made.values() for arm in each.arms if arm.spec.kind == engine]
     absent = [missing(spec) for spec in specs] if engine != "spillover" else []
     if absent and all(why is not None for why in absent):
@@ -61,12 +75,23 @@ def commands(week: Week, scale: str, engine: str = "spillover") -> list[CommandS
 
 
 def arguments(step: CommandStep, scale: str, output: str, model: str | None = None,
-              flags: Mapping[str, Any] | None = None) -> list[str]:
-    """Return what follows `spill`."""
-    given = shlex.split(step.run[scale])
+              flags: Mapping[str, Any] | None = None, prompts: int | None = None) -> list[str]:
+    """Return what follows `spill`. `prompts`: the most of a command that is told a number of them."""
+    given, flags = shlex.split(step.run[scale]), dict(flags or {})
+    model = GPU_MODEL if model is None and scale == "gpu" else model
+    if flags.get("load-format") == "dummy" and model in SHAPES:
+        model, flags["tokenizer"] = shape(model), str(TOKENIZER)
+    if prompts is not None and "--num-prompts" in given:
+        at = given.index("--num-prompts") + 1
+        given[at] = str(min(int(given[at]), prompts))
     given += [] if model is None else ["--model", model]
-    given += [part for key, value in (flags or {}).items() for part in (f"--{key}", str(value))]
+    given += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
     return [*given, "--output-json", output]
+
+
+def shape(model: str | None) -> str | None:
+    """Return the folder of a model's shape, where one ships; other names stay."""
+    return str(course_folder() / "shapes" / SHAPES[model]) if model in SHAPES else model
 
 
 def most_seconds(week: Week, scale: str, engine: str = "spillover") -> float:
@@ -74,6 +99,36 @@ def most_seconds(week: Week, scale: str, engine: str = "spillover") -> float:
     return (sum(each.time_limit for each in (make_experiment(week, step, scale) for step in week.experiments
                                              if scale in step.scales))
             + sum(step.seconds for step in commands(week, scale, engine)))
+
+
+def _random_weights(document: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """Return a document that needs nothing but this package: models by their shapes, arms that need other weights left
+    out, and loads of random tokens in place of files that are not there."""
+    arms = {}
+    for name, arm in document["arms"].items():
+        own, args = arm.get("model"), arm.get("args") or {}
+        drafts = str(args.get("speculative-model") or (args.get("speculative-config") or {}).get("model") or "")
+        if drafts or (own is not None and own not in SHAPES and not str(own).startswith("WEEK/")):
+            continue
+        of = own or model or document.get("model")
+        arms[name] = {**arm, **({} if own is None else {"model": shape(own)}),
+                      "args": {**args, **({"tokenizer": str(TOKENIZER)} if of in SHAPES else {})}}
+    loads = {name: load if load.get("dataset-name") not in FILES_OF_TEXT or Path(load["dataset-path"]).is_file()
+             else {**{key: value for key, value in load.items() if key != "dataset-path"}, **TEXT_LENGTHS}
+             for name, load in document["workloads"].items()}
+    return {**document, "arms": arms, "workloads": loads,
+            **({"model": shape(document["model"])} if document.get("model") else {})}
+
+
+def _fewer(load: Mapping[str, Any], prompts: int) -> dict[str, Any]:
+    """Return a load of at most so many requests; sessions count by their turns."""
+    found = dict(load)
+    if "num-prompts" in found:
+        found["num-prompts"] = min(int(found["num-prompts"]), prompts)
+    if "multi-turn-num-sessions" in found:
+        most = max(1, prompts // int(found.get("multi-turn-num-turns", 1)))
+        found["multi-turn-num-sessions"] = min(int(found["multi-turn-num-sessions"]), most)
+    return found
 
 
 def _placed(value: Any, week: Week) -> Any:

@@ -133,7 +133,7 @@ class Week:
 
 
 def load_week(number: int) -> Week:
-    folder = _folder() / f"week{number:02}"
+    folder = course_folder() / f"week{number:02}"
     if not (folder / "week.yaml").is_file():
         raise SpilloverError(f"There is no week {number}; the course has weeks 1 to {WEEKS}")
     document = parse_document((folder / "week.yaml").read_text(encoding="utf-8"), f"week {number}")
@@ -141,10 +141,12 @@ def load_week(number: int) -> Week:
 
 
 def all_weeks() -> list[Week]:
-    return [load_week(int(path.parent.name.removeprefix("week"))) for path in sorted(_folder().glob("week*/week.yaml"))]
+    found = sorted(course_folder().glob("week*/week.yaml"))
+    return [load_week(int(path.parent.name.removeprefix("week"))) for path in found]
 
 
-def _folder() -> Path:
+def course_folder() -> Path:
+    """Return the folder that holds the weeks."""
     return Path(str(resources.files("spillover.course")))
 
 

@@ -10,6 +10,7 @@ Only a baseline that does not start, or a URL that does not answer, ends the exp
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -83,16 +84,18 @@ class Bench:
 
 
 def run_experiment(experiment: Experiment, path: Path, bench: Bench | None = None, watcher: Watcher | None = None,
-                   session: Mapping[str, Any] | None = None, answered: Answered | None = None) -> Results:
+                   session: Mapping[str, Any] | None = None, answered: Answered | None = None,
+                   deadline: float = math.inf) -> Results:
     """Run an experiment until it is decided or at a limit. The same call resumes; its time limit is its own. Where
-    `answered` is given, it ends by that question instead of by its own verdicts."""
+    `answered` is given, it ends by that question instead of by its own verdicts. From `deadline` on, by the monotonic
+    clock, no server is started and no run is begun, whatever the experiment wants at least."""
     bench = bench or Bench(ServedLoad(experiment))
     for workload in experiment.workloads:
         bench.load.check(workload)
     folder = ResultFolder.open(path, experiment)
     folder.begin(session or {})
     try:
-        folder.end(_Runner(experiment, folder, bench, watcher or Watcher(), answered).run())
+        folder.end(_Runner(experiment, folder, bench, watcher or Watcher(), answered, deadline).run())
     finally:
         results = Results.open(path)
         folder.write_analysis(analyse(results))
@@ -114,11 +117,15 @@ class _Visited:
     spoilt: tuple[Fault, ...] = ()  # faults of attempts before this one
 
 
+class _LateError(Exception):
+    """Raised once the deadline has passed: what is written stays, nothing more is begun."""
+
+
 class _Runner:
     def __init__(self, experiment: Experiment, folder: ResultFolder, bench: Bench, watcher: Watcher,
-                 answered: Answered | None) -> None:
+                 answered: Answered | None, deadline: float) -> None:
         self._experiment, self._folder, self._bench, self._watcher = experiment, folder, bench, watcher
-        self._answered = answered
+        self._answered, self._deadline = answered, deadline
         self._planned = visits(experiment)
         self._failures: dict[tuple[str, str], int] = {}  # failures of an arm on a workload, in a row
         self._open: dict[str, Engine] = {}
@@ -141,13 +148,16 @@ class _Runner:
                 late = time.monotonic() - begun + longest > self._experiment.time_limit
                 if late and found.blocks >= self._experiment.minimum_blocks:
                     return "time-limit"
-                if not longest:
-                    self._try_all(skipped, left[0].arm)
-                    self._evaluate_all(skipped)
-                since = time.monotonic()
-                self._watcher.block_begins(block, len(left))
-                for turn in turns(left):
-                    self._take(turn)
+                try:
+                    if not longest:
+                        self._try_all(skipped, left[0].arm)
+                        self._evaluate_all(skipped)
+                    since = time.monotonic()
+                    self._watcher.block_begins(block, len(left))
+                    for turn in turns(left):
+                        self._take(turn)
+                except _LateError:
+                    return "time-limit"
                 seconds = time.monotonic() - since
                 longest = max(longest, seconds)
                 found = self._stop()
@@ -224,6 +234,7 @@ class _Runner:
         left = [visit for visit in turn.visits if not self._given_up(visit)]
         while left:
             begun = time.time()
+            self._in_time()
             try:
                 if turn.arm in self._dead:
                     raise self._dead[turn.arm]
@@ -263,6 +274,10 @@ class _Runner:
                           "metrics": {}, "faults": []})
         return True
 
+    def _in_time(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise _LateError
+
     def _not_started(self, arm: str, failure: EngineFailed) -> None:
         self._folder.write_arm(arm, {"status": "failed", "reason": _why(failure), "install": None,
                                      "log_tail": failure.log_tail})
@@ -276,6 +291,7 @@ class _Runner:
                 return self._open[name]
             except EngineFailed:
                 self._close(name)
+        self._in_time()
         arm = self._experiment.arm(name)
         engine = self._bench.make(arm.spec, self._folder.log_folder(log_name))
         self._watcher.starting(arm)

@@ -39,7 +39,8 @@ COLOURS = {FASTER: "green", SLOWER: "red", SAME: "cyan", NO_VERDICT: "yellow"}
 
 
 def run_in_terminal(console: Console, experiment: Experiment, folder: Path, monitors: bool,
-                    retry_failed: bool = False, answered: Answered | None = None) -> None:
+                    retry_failed: bool = False, answered: Answered | None = None,
+                    deadline: float = math.inf) -> None:
     from spillover.bench.provenance import provenance
     from spillover.lab.watch import Monitored
     from spillover.plan.hardware import probe
@@ -57,7 +58,7 @@ def run_in_terminal(console: Console, experiment: Experiment, folder: Path, moni
                   else None)
     with Shown(console, experiment) as watcher:
         results = run_experiment(experiment, folder, bench, watcher, provenance(dataclasses.asdict(probe())),
-                                 answered)
+                                 answered, deadline)
     show_verdicts(console, analysis_of(results))
 
 
