@@ -113,6 +113,15 @@ def test_the_commands_list_check_and_report(results: Path, tmp_path: Path) -> No
     book = tmp_path / "book.html"
     assert runner.invoke(main, ["course", "report", "--results", str(results), "--out", str(book)]).exit_code == 0
     assert "Made-up" not in book.read_text()
+    told, lines = tmp_path / "told.json", tmp_path / "told.md"
+    wanted = ["course", "report", "--results", str(results), "--out", str(book), "--output-json", str(told),
+              "--markdown", str(lines), "--note", "made up"]
+    assert runner.invoke(main, wanted).exit_code == 0
+    (run,) = json.loads(told.read_text())["runs"]
+    asked = [each.says for each in load_week(5).expect if "cpu" in each.scales]
+    assert [each["says"] for each in run["checks"]] == asked
+    assert json.loads(told.read_text())["checks"] == {"holds": 0, "does not hold": 0, "undecided": len(asked)}
+    assert all(each["text"] in lines.read_text() for each in run["checks"])
     job = tmp_path / "week.sbatch"
     assert runner.invoke(main, ["course", "run", "5", "--scale", "gpu", "--sbatch", str(job)]).exit_code == 0
     assert job.read_text().endswith("spill course run 5 --scale gpu\n")

@@ -193,10 +193,29 @@ def check(week: str, scale: str | None, engine: str | None, results: Path) -> No
 @results_option
 @click.option("--out", default=None, type=click.Path(path_type=Path), metavar="FILE",
               help="File to write. [default: book.html in the folder of results]")
-def report(results: Path, out: Path | None) -> None:
-    """Write the book from what was run: one HTML file with contents, light and dark, that needs no network."""
-    from spillover.course.book import write_book
+@click.option("--output-json", default=None, type=click.Path(path_type=Path), metavar="FILE",
+              help="Also write weeks, minutes, metrics and checks with their numbers.")
+@click.option("--markdown", default=None, type=click.Path(path_type=Path), metavar="FILE",
+              help="Also write the checks as a table.")
+@click.option("--note", default="", metavar="TEXT", help="What to know of the run, for the JSON file.")
+def report(results: Path, out: Path | None, output_json: Path | None, markdown: Path | None, note: str) -> None:
+    """Write the book from what was run: one HTML file with contents, light and dark, that needs no network.
 
+    \b
+    Example:
+      spill course report --output-json course.json --markdown course.md
+    """
+    from spillover.course.book import write_book
+    from spillover.course.summary import summary, table
+    from spillover.course.week import all_weeks
+    from spillover.lab.store import write_json
+
+    if output_json is not None or markdown is not None:
+        told = summary(results, all_weeks(), note)
+        if output_json is not None:
+            write_json(output_json, told)
+        if markdown is not None:
+            markdown.write_text(table(told))
     click.echo(f"book: {write_book(results, out or results / 'book.html')}")
 
 
