@@ -112,5 +112,5 @@ PRESETS = [
         seed="004", needs=CUDA),
     Preset("vllm-cpu", "vllm", "on the CPU in float32, which is what a machine without bf16 units computes in", {
         "dtype": "float32", "enforce-eager": True}, {
-            "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "HF_HUB_OFFLINE": "1"}),
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "HF_HUB_OFFLINE": "1"}),
 ]
