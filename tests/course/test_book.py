@@ -159,6 +159,11 @@ def test_a_week_is_run_once_and_goes_on_only_if_asked(monkeypatch: pytest.Monkey
     assert len(ran) == 4  # what failed is tried again, what is done is not
     assert runner.invoke(main, [*asked, "--again"]).exit_code == 0
     assert len(ran) == 7
+    cut = runner.invoke(main, [*asked, "--again", "--limit", "0s"])
+    assert cut.exit_code == 0, cut.output
+    count = len(ran)
+    assert runner.invoke(main, asked).exit_code == 0
+    assert len(ran) == count + 2  # the experiment that was cut, and the command that fails
 
 
 def test_a_browser_shows_it_in_light_and_dark_and_asks_nobody(text: str, tmp_path: Path) -> None:

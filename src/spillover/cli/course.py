@@ -261,7 +261,8 @@ def _run_week(console: Console, one: CourseRun, made: dict[str, Any], todo: dict
                 console.print(str(error), style="red", highlight=False, markup=False)
                 one.note(name, reason=str(error), done=False, seconds=before + time.monotonic() - begun)
                 continue
-            one.note(name, done=True, reason=None, seconds=before + time.monotonic() - begun)
+            cut = time.monotonic() >= deadline  # what was cut goes on with the same command
+            one.note(name, done=not cut, reason=None, seconds=before + time.monotonic() - begun)
     if not dry_run:
         one.note()
         _show(console, one)
