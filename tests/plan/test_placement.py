@@ -182,8 +182,8 @@ def test_what_a_refusal_names_works_and_less_does_not(flags: dict[str, Any], mod
 
 @settings(max_examples=100, deadline=None)
 @given(models(), st.sampled_from(["cpu", "cuda"]),
-       st.sampled_from(["demand", "sequential", "experts", "pinned", *MANAGED]), st.integers(0, 400 * MB),
-       st.integers(0, 400 * MB))
+       st.sampled_from(["demand", "sequential", "experts", "pinned", *MANAGED]),
+       st.integers(0, 400 * MB), st.integers(0, 400 * MB))
 def test_what_fits_in_a_room_fits_in_a_larger_one(model: Any, device: str, name: str, room: int, more: int) -> None:
     config, specs = model
     strategies = Strategies(weight_units(config, specs, "bfloat16"), device, 10 * GIB)

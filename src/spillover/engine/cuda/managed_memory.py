@@ -3,7 +3,6 @@ machine."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +24,6 @@ from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.link_queue import Priority
 from spillover.units import format_bytes
 
-log = logging.getLogger("spillover.engine")
-
 
 class ManagedBuffer:
     """Managed memory as torch.as_tensor takes it; freed when the last tensor over it goes."""
@@ -42,7 +39,7 @@ class ManagedBuffer:
 class CudaManagedMemory:
     """A memory.managed.pages.ManagedMemory."""
 
-    faults = None  # CUPTI counts them: memory.managed.cupti
+    faults = None  # only CUPTI counts them
 
     def __init__(self, transfers: CudaTransfers, beside: int, oversubscribe: bool,
                  driver: CudaDriver | None = None) -> None:
@@ -73,10 +70,11 @@ class CudaManagedMemory:
                 "other memory, and a driver with more of it than the card holds can hang the machine; use --weights "
                 "experts or sequential, or --uvm-oversubscribe to take that risk")
         address = self._driver.allocate_managed(nbytes)
+        self._total += nbytes
         if address % HUGE_PAGE:
             self._driver.free(address)
             address = self._driver.allocate_managed(nbytes + HUGE_PAGE)
-        self._total += nbytes
+            self._total += HUGE_PAGE
         return ManagedBuffer(self._driver, self._context, address, nbytes)
 
     def bring(self, pages: Sequence[Pages], ahead: bool = False) -> None:
