@@ -302,6 +302,9 @@ def test_without_room_or_ray_there_is_a_sentence_and_no_wait(ray: FakeRay, monke
         ray.refuses = 9
         with pytest.raises(SpilloverError, match="Ray cannot be used: no node info"):
             connect(f"127.0.0.1:{starting.getsockname()[1]}", 0.0)
+    monkeypatch.setattr(ray, "init", _no_start)
+    with pytest.raises(SpilloverError, match="Ray cannot be used: The current node timed out"):
+        connect(None, 0.0)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SpilloverError, match=r"pip install 'spillover\[ray\]'"):
         connect(None, 0.0)
@@ -319,6 +322,10 @@ def test_a_replica_needs_a_gpu_for_each_rank_where_there_are_gpus() -> None:
         assert ray_resources(EngineConfig(**flags), asked, cluster) == wanted
     given = FleetOptions(2, 2, 2, ray=True, ray_resources={"GPU": 0.5})
     assert ray_resources(EngineConfig(), given, {"GPU": 4.0}) == {"GPU": 0.5}
+
+
+def _no_start(**options: Any) -> None:
+    raise Exception("The current node timed out during startup.")
 
 
 async def _old_node(_actor: Any) -> ray_actor.Node:

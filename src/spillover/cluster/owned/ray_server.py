@@ -56,7 +56,7 @@ def connect(address: str | None, seconds: float) -> Any:
             if not known or time.monotonic() >= deadline:
                 raise SpilloverError(f"Ray cannot be used: {_first_line(error)}") from None
             time.sleep(1.0)
-        except (RuntimeError, ValueError, OSError) as error:
+        except Exception as error:  # Ray raises bare ones too, as where its own processes do not start in time
             raise SpilloverError(f"Ray cannot be used: {_first_line(error)}") from None
 
 
