@@ -237,6 +237,7 @@ def _run_week(console: Console, one: CourseRun, made: dict[str, Any], todo: dict
               deadline: float, dry_run: bool, again: bool) -> None:
     from spillover.cli.lab.lab_run import run_in_terminal, show_plan
     from spillover.course.shape import answered
+    from spillover.course.steps import clear_disks
     from spillover.lab.report import write_report
 
     console.rule(f"Week {one.week.number}: {one.week.title}")
@@ -252,6 +253,8 @@ def _run_week(console: Console, one: CourseRun, made: dict[str, Any], todo: dict
             show_plan(console, experiment, folder)
         elif again or not one.done(name):
             one.note(name, kind="experiment", done=False)
+            if not (folder / "visits").is_dir():
+                clear_disks(experiment)
             begun, before = time.monotonic(), one.step_seconds(name)
             try:
                 run_in_terminal(console, experiment, folder, monitors=True, answered=answered(one, name),

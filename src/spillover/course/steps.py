@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ SHAPES = {GPU_MODEL: "llama-3.1-8b"}  # models whose config.json ships, for rand
 FILES_OF_TEXT = ("sharegpt", "custom")
 TEXT_LENGTHS = {"dataset-name": "random", "random-input-len": 220, "random-output-len": 200}  # ShareGPT's, about
 TOKENIZER = course_folder() / "week14" / "tokenizer"  # a small one, for random weights
+DISKS = "spillover-course-"  # how folders of KV begin that are the course's own
 
 
 def make_experiment(week: Week, step: ExperimentStep, scale: str, engine: str = "spillover", model: str | None = None,
@@ -67,6 +69,17 @@ def experiments(week: Week, scale: str, engine: str = "spillover", model: str | 
         raise SpilloverError(f"week {week.number} cannot be run on {engine}: {absent[0].reason}; to have it: "
                              f"{absent[0].install}")
     return made
+
+
+def clear_disks(experiment: Experiment) -> None:
+    """Remove what an earlier run of the course left in the folders of its arms' disks: a new run has the same prompts,
+    and would find them. Folders by other names are somebody's own."""
+    for arm in experiment.arms:
+        disk = arm.spec.args.get("disk")
+        for given in [disk] if isinstance(disk, str) else disk or []:
+            folder = Path(str(given).rpartition(":")[0])
+            if folder.name.startswith(DISKS):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def commands(week: Week, scale: str, engine: str = "spillover") -> list[CommandStep]:
