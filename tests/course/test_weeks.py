@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import pytest
 from spillover.cli.main import main
 from spillover.cli.serve import serve
 from spillover.course.slurm import job_file
-from spillover.course.steps import arguments, experiments, make_experiment, most_seconds
+from spillover.course.steps import arguments, clear_disks, experiments, make_experiment, most_seconds
+from spillover.course.summary import table
 from spillover.course.week import SCALES, WEEKS, Week, all_weeks, load_week, parse_week
 from spillover.errors import SpilloverError
 from spillover.lab.experiment import Experiment
@@ -135,6 +138,12 @@ def test_nothing_stands_against_a_verdict_at_the_size_for_a_cpu(week: Week, step
     assert foreseen(made, workload_stats(made)) == []
 
 
+def test_the_table_in_the_docs_is_that_of_its_file() -> None:
+    told = json.loads((ROOT / "benchmarks" / "results" / "course-cpu.json").read_text())
+    assert table(told) in (ROOT / "docs" / "course.md").read_text()
+    assert {run["week"] for run in told["runs"] if run["engine"] == "spillover"} == set(range(1, WEEKS + 1))
+
+
 def test_a_job_file_has_the_cards_and_the_time_of_its_week() -> None:
     week = load_week(5)
     text = job_file(week, "gpu", "spill course run 5 --scale gpu")
@@ -168,6 +177,17 @@ def test_with_random_weights_a_week_for_gpus_needs_nothing_but_the_package(week:
         words = arguments(step, "gpu", "out.json", flags=flags, prompts=6)
         assert (Path(words[words.index("--model") + 1]) / "config.json").is_file()
         assert "--num-prompts" not in words or int(words[words.index("--num-prompts") + 1]) <= 6
+
+
+def test_a_new_run_finds_nothing_of_an_earlier_one_on_disk(tmp_path: Path) -> None:
+    own, other = tmp_path / "spillover-course-kv", tmp_path / "kv"
+    for folder in (own, other):
+        folder.mkdir()
+    made = experiments(load_week(15), "cpu")["tiers"]
+    arms = [replace(arm, spec=replace(arm.spec, args={**arm.spec.args, "disk": disk}))
+            for arm in made.arms for disk in (f"{own}:512MB", [f"{other}:512MB"])]
+    clear_disks(replace(made, arms=tuple(arms)))
+    assert (own.exists(), other.exists()) == (False, True)
 
 
 def test_an_engine_that_is_not_here_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
