@@ -12,8 +12,9 @@ import subprocess
 import sys
 import time
 
-from spillover.cluster.upstream import NoAnswer, Upstream
+from spillover.cluster.upstream import Upstream
 from spillover.errors import SpilloverError
+from spillover.http_wire import NoAnswer
 
 START_SECONDS = 900.0  # until all replicas serve
 LOOK_SECONDS = 0.2
