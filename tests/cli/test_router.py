@@ -45,7 +45,7 @@ URL = "http://127.0.0.1:8001"
     (["serve", "--ray", "--ray-resources", "GPU"], "is not JSON"),
     (["serve", "--ray", "--ray-resources", '{"GPU": "one"}'], "a number for each resource"),
     (["serve", "--ray", "--ray-resources", '{"GPU": -1}'], "a number for each resource"),
-    (["serve", "--ray", "--replicas", "2", "--host-pool", "auto", "--disaggregation", "auto"], "leave --ray out"),
+    (["serve", "--ray", "--replicas", "2", "--host-pool", "auto", "--disaggregation", "auto"], "needs --remote"),
     (["serve", "--simulate-step", "1,1"], "give --load-format null too"),
     (["serve", "--load-format", "null", "--simulate-step", "5"], "two numbers of milliseconds"),
     (["serve", "--load-format", "null", "--simulate-step", "5,-1"], "two numbers of milliseconds"),
