@@ -12,6 +12,7 @@ from spillover.course.week import CommandStep, ExperimentStep, Week, all_weeks, 
 from spillover.errors import SpilloverError
 from spillover.lab.document import read_document, scaled
 from spillover.lab.engines import missing
+from spillover.lab.engines.shapes import model_path
 from spillover.lab.experiment import Experiment, parse_experiment
 
 PRESETS = {("vllm", "cpu"): "vllm-cpu", ("vllm", "gpu"): "vllm-default", ("sglang", "gpu"): "sglang-default",
@@ -104,7 +105,7 @@ def arguments(step: CommandStep, scale: str, output: str, model: str | None = No
 
 def shape(model: str | None) -> str | None:
     """Return the folder of a model's shape, where one ships; other names stay."""
-    return str(course_folder() / "shapes" / SHAPES[model]) if model in SHAPES else model
+    return model_path(f"shape:{SHAPES[model]}") if model in SHAPES else model
 
 
 def most_seconds(week: Week, scale: str, engine: str = "spillover") -> float:
