@@ -35,8 +35,8 @@ from unittest import mock
 import click
 import torch
 from big_models import half_budget
-from gpu_workload import MODELS, RESULTS, Figure, opened, run, write
-from mixture_workload import PREFILL, random_tokens
+from gpu_workload import MODELS, RESULTS, Figure, opened, write
+from mixture_workload import PREFILL, decode_rate, prefill_rate
 from torch import Tensor
 from uvm_counters import UvmCounters
 
@@ -67,19 +67,6 @@ class Clock:
     @property
     def left(self) -> float:
         return self._end - time.monotonic()
-
-
-def decode(llm: LLM, rng: random.Random, tokens: int) -> float:
-    """Tokens a second after the first, which has one token before it."""
-    output = run(llm, [random_tokens(rng, 1)], [tokens + 1], 0.0)[0]
-    assert output.timings is not None
-    return tokens / output.timings.decode
-
-
-def prefill(llm: LLM, rng: random.Random) -> float:
-    output = run(llm, [random_tokens(rng, PREFILL)], [1], 0.0)[0]
-    assert output.timings is not None
-    return PREFILL / output.timings.prefill
 
 
 @contextlib.contextmanager
@@ -124,21 +111,21 @@ def fill(weights: ManagedWeights, rng: random.Random) -> None:
 
 
 def measure(llm: LLM, arm: str, seconds: float, common: dict[str, Any], keep: Callable[[Figure], None]) -> None:
-    """Measure one arm in about so many seconds: decode, then prefill if there is time."""
+    """Measure one arm, in about `seconds`: decode, then prefill if there is time."""
     weights, rng, clock = llm.engine.runner.weights, random.Random(0), Clock(seconds)  # type: ignore[attr-defined]
     start, room = time.perf_counter(), llm.plan.placement.device_bytes if llm.plan.placement else 0
     if isinstance(weights, ManagedWeights):
         fill(weights, rng)
-    rate = decode(llm, rng, FEWEST)
+    rate = decode_rate(llm, rng, FEWEST, context=1)
     if clock.left > 0.8 * seconds:  # quick ones: what they find is still what was loaded
-        rate = decode(llm, rng, MOST)
+        rate = decode_rate(llm, rng, MOST, context=1)
     warm = time.perf_counter() - start
     count = max(FEWEST, min(MOST, int(0.15 * seconds * rate)))
     before, free = weights.traffic(), torch.cuda.mem_get_info()[0]
     began = time.perf_counter()
-    rates = [decode(llm, rng, count)]
+    rates = [decode_rate(llm, rng, count, context=1)]
     while clock.left > 0.35 * seconds and len(rates) < 3:
-        rates.append(decode(llm, rng, count))
+        rates.append(decode_rate(llm, rng, count, context=1))
     spent, traffic = time.perf_counter() - began, weights.traffic().since(before)
     tokens = (count + 1) * len(rates)  # the first of each comes with the prompt, and moves bytes as well
     predicted = llm.plan.placement.predicted if llm.plan.placement else None
@@ -160,9 +147,9 @@ def measure(llm: LLM, arm: str, seconds: float, common: dict[str, Any], keep: Ca
         print(f"{arm}: prefill left out for want of time", flush=True)
         return
     before, began = weights.traffic(), time.perf_counter()
-    rates = [prefill(llm, rng)]
+    rates = [prefill_rate(llm, rng)]
     if clock.left > 1.5 * (time.perf_counter() - began):
-        rates.append(prefill(llm, rng))
+        rates.append(prefill_rate(llm, rng))
     traffic = weights.traffic().since(before)
     details = {**common, "arm": arm, "phase": "prefill", "tokens": PREFILL, "hit_rate": traffic.hit_rate,
                "bytes_moved_per_step": traffic.bytes_moved / len(rates),
@@ -186,10 +173,10 @@ def count_faults(llm: LLM, arms: list[str], clock: Clock, common: dict[str, Any]
                 return
             weights.follow(arm)
             fill(weights, rng)
-            decode(llm, rng, 1)
+            decode_rate(llm, rng, 1, context=1)
             before = weights.traffic()
             with counters.counting() as found:
-                decode(llm, rng, COUNTED_TOKENS)
+                decode_rate(llm, rng, COUNTED_TOKENS, context=1)
             moved = weights.traffic().since(before)
             tokens = COUNTED_TOKENS + 1
             print(f"{arm}: CUPTI counted {found}, this process {moved.bytes_moved} in, {moved.bytes_back} back",
@@ -248,7 +235,7 @@ def run_group(model: str, arms: list[str], seconds: float, count: bool, output: 
                     check_card(llm)
                 replay(llm, model)
                 start = time.perf_counter()
-                decode(llm, random.Random(0), 1)
+                decode_rate(llm, random.Random(0), 1, context=1)
                 print(f"{group[0]}: first tokens, compiling, in {time.perf_counter() - start:.1f} s", flush=True)
                 for place, arm in enumerate(group):
                     left = len(group) - place + sum(map(len, groups[index + 1 :])) + 0.5 * count

@@ -135,7 +135,7 @@ def _random_weights(document: dict[str, Any], model: str | None) -> dict[str, An
 
 
 def _fewer(load: Mapping[str, Any], prompts: int) -> dict[str, Any]:
-    """Return a load of at most so many requests; sessions count by their turns."""
+    """Return a load of at most `prompts` requests; sessions count by their turns."""
     found = dict(load)
     if "num-prompts" in found:
         found["num-prompts"] = min(int(found["num-prompts"]), prompts)

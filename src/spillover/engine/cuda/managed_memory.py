@@ -29,7 +29,7 @@ class ManagedBuffer:
     """Managed memory as torch.as_tensor takes it; freed when the last tensor over it goes."""
 
     def __init__(self, driver: CudaDriver, context: int, address: int, nbytes: int) -> None:
-        """`address`: of enough memory for so many bytes that begin at a whole block of the driver's."""
+        """`address`: of enough memory for `nbytes` that begin at a whole block of the driver's."""
         self.address = -(-address // HUGE_PAGE) * HUGE_PAGE
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}

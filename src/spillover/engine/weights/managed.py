@@ -94,7 +94,7 @@ class ManagedWeights:
         return self._parts[index].weights
 
     def use_experts(self, index: int, chosen: Sequence[int], rows: int) -> None:
-        """Make room for the experts that a step of so many rows goes to."""
+        """Make room for the experts that a step of n rows goes to."""
         self._rows = rows
         coming = self._use([(index, OWN), *((index, OWN + 1 + expert) for expert in chosen)])
         missed = sum(unit != OWN for _, unit in coming)

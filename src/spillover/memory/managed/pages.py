@@ -54,5 +54,5 @@ def joined(pages: Iterable[Pages]) -> list[Pages]:
 
 
 def padded(nbytes: int, page: int) -> int:
-    """Return the bytes of the whole pages that hold so many."""
+    """Return the bytes of the whole pages that hold n bytes."""
     return -(-nbytes // page) * page
