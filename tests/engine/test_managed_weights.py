@@ -189,7 +189,7 @@ def test_no_order_of_streams_brings_more_than_there_is_room_for(strategy: str, m
 
 
 def with_experts(weights: ManagedWeights, plan: WeightPlan, count: int) -> ManagedWeights:
-    """Return the same parts, each with the pages of so many experts behind it."""
+    """Return the same parts, each with the pages of n experts behind it."""
     for index, part in enumerate(weights._parts):
         start = (100 + 10 * index) * FAULT_AROUND
         weights._parts[index] = replace(part, pages=tuple(Pages(start + unit * FAULT_AROUND, FAULT_AROUND)
