@@ -26,7 +26,7 @@ from spillover.course.week import load_week
 from spillover.server.listen import listen
 from support.running_server import SPILL, Server, running, until
 
-ray = pytest.importorskip("ray")
+ray = pytest.importorskip("ray", reason="Ray is not installed: make test-cluster does it")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 # A token of prefill takes 1 ms: a prompt of 400 tokens keeps a replica busy for 0.4 s.
