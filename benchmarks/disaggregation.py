@@ -384,7 +384,7 @@ def main() -> None:
         "command": shlex.join(["python", "benchmarks/disaggregation.py", *sys.argv[1:]]), "complete": False,
         "label": label(arguments), "block_bytes": nbytes,
         "arguments": {name: value for name, value in vars(arguments).items() if name != "out"},
-        "link": asdict(measure_link(arguments.device, nbytes)), "store": asdict(measure_pool(nbytes))}
+        "link": asdict(measure_link(arguments.device, nbytes)), "store": asdict(measure_pool(arguments.device, nbytes))}
     bench.say(f"{bench.result['label']}; link {bench.result['link']['to_device'] / 1e9:.1f} GB/s to the device, "
               f"memory of a pool {bench.result['store']['to_device'] / 1e9:.1f} GB/s, {nbytes:,} bytes a block")
     bench.write()

@@ -6,13 +6,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from spillover.engine.requests.request import Request, Status
 from spillover.memory.policies.admission import SecondUse
-from support.simulated import expected_tokens
-from support.simulated_tiers import DictTier
+from support.simulated import SLOT, expected_tokens
+from support.simulated_tiers import DictTier, MappedDictTier
 from support.tiered_world import LENGTH, PATIENCE, SIZE, World, prompt
 
 
@@ -37,13 +38,19 @@ def remote(wake: Callable[[], None]) -> DictTier:
     return DictTier(wake, "remote", lookup_delay=0.002)
 
 
+def pool(wake: Callable[[], None]) -> MappedDictTier:
+    return MappedDictTier(wake, SIZE * SLOT.size)
+
+
 PLACES = {
     "host": {"host": 400},
     "small host": {"host": 16},
     "disk": {"tiers": [disk]},
     "remote": {"tiers": [remote]},
     "host and disk": {"host": 16, "tiers": [disk]},
-    "all": {"host": 16, "tiers": [disk, remote]},
+    "pool": {"tiers": [pool]},
+    "pool and disk": {"tiers": [pool, disk]},
+    "all": {"host": 16, "tiers": [pool, disk, remote]},
 }
 
 
@@ -58,7 +65,7 @@ def test_an_evicted_prefix_comes_back(place: str, windows: tuple[int | None, ...
         world.ask(prompt(seed, 60))  # push it out
     again = world.ask(prompt(1, 41))
     assert again.sources is not None
-    found = again.sources.host + again.sources.disk + again.sources.remote
+    found = again.sources.host + again.sources.pool + again.sources.disk + again.sources.remote
     assert found > 0, again.sources
     assert again.sources.computed < 41
     assert world.link.copied_in > 0
@@ -122,9 +129,11 @@ def test_conversations_of_a_model_that_has_windows_alone() -> None:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 10)], ids=["full", "window"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_conversations_with_a_failing_link(windows: tuple[int | None, ...], overlap: bool) -> None:
+@pytest.mark.parametrize("below", [{"host": 60, "tiers": [disk]}, {"tiers": [pool]}], ids=["host and disk", "pool"])
+def test_conversations_with_a_failing_link(below: dict[str, Any], windows: tuple[int | None, ...],
+                                           overlap: bool) -> None:
     rng, faults = random.Random(5), Faults(6, 0.01)
-    world = World(48, windows, host=60, tiers=[disk], overlap=overlap, fault=faults)
+    world = World(48, windows, overlap=overlap, fault=faults, **below)
     assert conversations(world, rng, 12, 4, 0.02) > 25
     assert world.link.copied_in > 0
     assert faults.injected > 0

@@ -22,7 +22,7 @@ from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.recovery import FIXED_BYTES, segment_cost
 from spillover.memory.tiers.remote import RemoteTier
 from support.faulty_tier import FaultRates, FaultyTier
-from support.simulated_tiers import DictTier
+from support.simulated_tiers import DictTier, MappedDictTier
 from support.tiered_world import SIZE, World, prompt
 from support.valkey import Valkey
 
@@ -51,6 +51,9 @@ class Fake:
         self._name, self._capacity = name, capacity
 
     def make(self, wake: Callable[[], None]) -> Tier:
+        if self._name == "pool":
+            self.tier: DictTier = MappedDictTier(wake, NBYTES, capacity=self._capacity, lookup_seconds=30)
+            return self.tier
         asks = self._name == "remote"
         self.tier = DictTier(wake, self._name, self._capacity, lookup_delay=0.0 if asks else None, lookup_seconds=30)
         return self.tier
@@ -186,7 +189,8 @@ def heals(world: World, broken: list[Breakable], rng: random.Random, faults: int
 
 @pytest.mark.parametrize("eager", [False, True], ids=["evict", "eager"])
 @pytest.mark.parametrize("host", [0, 16])
-@pytest.mark.parametrize("below", ["disk", "remote", "disk and remote", "small disk and remote"])
+@pytest.mark.parametrize("below", ["disk", "remote", "disk and remote", "small disk and remote", "pool",
+                                   "pool and small disk"])
 def test_hits_come_back_after_any_fault(below: str, host: int, eager: bool) -> None:
     broken = [Fake(part.split()[-1], 25 if "small" in part else 1 << 30) for part in below.split(" and ")]
     world = World(host=host, tiers=[tier.make for tier in broken], eager=eager, tokens=64)

@@ -11,6 +11,10 @@ import pytest
 import torch
 
 from spillover import LLM, SamplingParams
+from spillover.memory.spill.tiered_connector import TieredConnector
+from spillover.memory.transfer.host_pool import HostPool
+from spillover.memory.transfer.link import DeviceLink
+from spillover.memory.transfer.link_cuda import CudaLink
 from support import starved
 from support.pool_process import PoolProcess
 
@@ -32,6 +36,18 @@ def settle(llm: LLM) -> None:
         assert time.monotonic() < deadline
 
 
+def host_pool(link: DeviceLink) -> HostPool:
+    assert isinstance(link, CudaLink)
+    return link._transfers.pool
+
+
+def adopted_and_pinned(link: DeviceLink) -> int:
+    """How many pieces of the pool's memory this engine has pinned; fails if one that was met could not be."""
+    met = [slab for slab in host_pool(link)._slabs.slabs if slab.use == "adopted" and slab.pinned is not None]
+    assert all(slab.pinned for slab in met), "memory of the pool could not be pinned"
+    return len(met)
+
+
 @pytest.mark.parametrize("spill_dtype", ["auto", "int8"])
 def test_two_engines_share(tmp_path: Path, spill_dtype: str) -> None:
     folder = starved.write_config(tmp_path, "llama")
@@ -46,6 +62,12 @@ def test_two_engines_share(tmp_path: Path, spill_dtype: str) -> None:
             computed = [output.outputs[0].token_ids for output in one.generate(prompts, PARAMS, use_tqdm=False)]
             settle(one)
             outputs = two.generate(prompts, PARAMS, use_tqdm=False)
+            for llm in (one, two):  # each has pinned the pool's own memory, and copied nothing through slots
+                connector = llm.engine.scheduler.connector
+                assert isinstance(connector, TieredConnector)
+                assert connector.store.direct.spills
+                assert adopted_and_pinned(connector.store.link)
+                assert "kv" not in host_pool(connector.store.link).bytes_by_use
         assert computed == expected
         assert sum(output.sources.pool for output in outputs) == 8 * 96
         if spill_dtype == "auto":

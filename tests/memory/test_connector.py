@@ -14,7 +14,8 @@ from spillover.memory.connector import KVConnector, NullConnector, Progress
 from spillover.memory.kv.digest import prefix_keys
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.tiers.base import Ticket
-from support.simulated_tiers import DictTier
+from support.simulated import SLOT
+from support.simulated_tiers import DictTier, MappedDictTier
 from support.tiered_world import SIZE, World, prompt
 
 PATIENCE = 10.0  # seconds that anything here may take
@@ -93,6 +94,7 @@ PLACES: dict[str, Callable[[], Place]] = {
     "host": lambda: tiered(host=200),
     "disk": lambda: tiered(tiers=[DictTier]),
     "small host and remote": lambda: tiered(host=8, tiers=[lambda wake: DictTier(wake, "remote", lookup_delay=0.001)]),
+    "pool": lambda: tiered(tiers=[lambda wake: MappedDictTier(wake, SIZE * SLOT.size)]),
     "a disk that is down": lambda: tiered(None, tiers=[lambda wake: down(DictTier(wake))]),
     "never": lambda: tiered(False, host=200, restore="never"),
 }

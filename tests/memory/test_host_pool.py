@@ -80,6 +80,30 @@ def test_memory_that_is_not_of_the_pool_is_refused() -> None:
     assert pool.pin([])
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_memory_of_others_is_pinned_piece_by_piece_as_copies_meet_it_and_let_go_of(seed: int) -> None:
+    chance, driver = random.Random(seed), Driver()
+    pool = HostPool(driver, limit=1 << 20)
+    own = pool.allocate(1 << 20, "kv")
+    pieces = chance.randrange(1, 9)
+    shared = map_pages(pieces * 4 * PAGE)
+    pool.adopt(shared, 4 * PAGE)
+    assert not driver.pinned
+    met = sorted(chance.sample(range(pieces), chance.randrange(1, pieces + 1)))
+    for piece in [*met, *met]:
+        assert pool.pin([address_of(shared) + piece * 4 * PAGE + chance.randrange(4 * PAGE), address_of(own)])
+    assert driver.pinned == {address_of(shared) + piece * 4 * PAGE: 4 * PAGE for piece in met} | {
+        address_of(own): 1 << 20}
+    assert pool.bytes_by_use == {"kv": 1 << 20}, "what others own counts"
+    pool.disown(shared)
+    assert list(driver.pinned) == [address_of(own)]
+    with pytest.raises(ValueError, match="not of this pool"):
+        pool.pin([address_of(shared)])
+    shared.release()  # nothing holds it any more
+    pool.release("kv")
+    assert not driver.pinned
+
+
 def test_what_cannot_be_pinned_is_refused_for_weights_and_slower_for_kv() -> None:
     pool = HostPool(Driver(refuses=True))
     with pytest.raises(SpilloverError, match="could not be pinned"):

@@ -28,7 +28,7 @@ def _limits(tmp_path: Path, membership: str, files: dict[str, str]) -> CgroupLim
 
 
 def test_a_pool_is_no_faster_than_copies_and_checksums() -> None:
-    rates = measure_pool(1 << 20, seconds=0.02)
+    rates = measure_pool("cpu", 1 << 20, seconds=0.02)
     assert rates.to_host == rates.to_device
     assert 1e7 < rates.to_device < 1e12
 

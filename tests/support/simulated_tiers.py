@@ -6,8 +6,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from spillover.memory.tiers.base import Lane, Ticket, TierStats
+from spillover.memory.tiers.base import CopyIn, CopyOut, Lane, Ticket, TierStats
 from support.simulated import SLOT, SimulatedRunner
 
 
@@ -121,3 +122,28 @@ class DictTier:
         view[:] = found
         self.loads += 1
         return True
+
+
+class MappedDictTier(DictTier):
+    """A pool that is asked for its blocks, and copies between them and the device itself."""
+
+    def __init__(self, wake: Callable[[], None], nbytes: int, **options: Any) -> None:
+        super().__init__(wake, "pool", lookup_delay=0.0, **options)
+        self._nbytes = nbytes
+
+    def store_from(self, items: Sequence[tuple[bytes, int]], copy_out: CopyOut) -> list[Ticket[bool]]:
+        def put(key: bytes, block: int) -> bool:
+            view = memoryview(bytearray(self._nbytes))
+            copy_out([block], [view])
+            return self._put(key, view)
+
+        return [self._lane.submit(lambda k=key, b=block: put(k, b), time.monotonic() + 5) for key, block in items]
+
+    def load_to(self, items: Sequence[tuple[bytes, int]], copy_in: CopyIn) -> list[Ticket[bool]]:
+        def get(key: bytes, block: int) -> bool:
+            view = memoryview(bytearray(self._nbytes))
+            found = self._get(key, view)
+            copy_in([view], [block])  # what was not found is garbage, which nobody may read
+            return found
+
+        return [self._lane.submit(lambda k=key, b=block: get(k, b), time.monotonic() + 5) for key, block in items]

@@ -18,7 +18,7 @@ from spillover.kernels.attention import KV_LAYOUT
 from spillover.kernels.kv_quant import slot_layout
 from spillover.memory.budgets import parse_disk
 from spillover.memory.policies.admission import admission_policy
-from spillover.memory.shared_pool.tier import SharedPoolTier
+from spillover.memory.shared_pool.tier import SharedPoolTier, pool_threads
 from spillover.memory.shared_pool.wire import socket_path
 from spillover.memory.spill.store import SpillStore
 from spillover.memory.tiers.base import Tier
@@ -78,7 +78,7 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     links = {name: (writes.get(name), reads.get(name)) for name in reads}
     if "pool" in reads and "host" not in reads:  # what is fast to fetch is not to be computed for want of this
         reads["host"] = measure_link(plan.device, link.slot_bytes).to_device
-    tiers = _make_tiers(config, plan, link.slot_bytes, identity, wake.set, tokens)
+    tiers = _make_tiers(config, plan, link.slot_bytes, identity, wake.set, tokens, transfers)
     return SpillStore(
         link,
         tiers,
@@ -112,7 +112,7 @@ def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
 
 
 def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
-                wake: Callable[[], None], tokens: TokenLog | None) -> list[Tier]:
+                wake: Callable[[], None], tokens: TokenLog | None, transfers: Transfers) -> list[Tier]:
     description = {"model": plan.model, "dtype": plan.dtype, "kv_cache_dtype": config.kv_cache_dtype,
                    "spill_dtype": config.spill_dtype, "block_size": str(plan.block_size),
                    "layout": f"{KV_LAYOUT};{slot_layout(config.spill_dtype)}"}
@@ -120,7 +120,8 @@ def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
     tiers: list[Tier] = []
     disks: list[DiskTier] = []
     if config.host_pool is not None:
-        tiers.append(SharedPoolTier(socket_path(config.host_pool), payload, identity, description, wake))
+        tiers.append(SharedPoolTier(socket_path(config.host_pool), payload, identity, description, wake,
+                                    threads=pool_threads(), host=transfers.pool))
     try:
         for text in config.disk:
             budget, kept = parse_disk(text), tokens if not disks else None

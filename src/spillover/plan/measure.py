@@ -22,6 +22,7 @@ import torch
 from spillover.errors import SpilloverError
 from spillover.kernels.moe.page_table import Resolution
 from spillover.kernels.moe.paging import gather
+from spillover.memory.shared_pool.tier import pool_threads
 from spillover.memory.tiers.base import checksum
 from spillover.plan.hardware import Machine, probe
 from spillover.plan.rates import DiskRates, LinkRates, Rates
@@ -165,14 +166,12 @@ def measure_link(device: str, block_bytes: int, seconds: float = 0.1) -> LinkRat
     return LinkRates(rate, rate)  # from memory to memory, either way is the same
 
 
-def measure_pool(block_bytes: int, seconds: float = 0.05) -> LinkRates:
-    """Time what an engine's threads do with blocks of a shared pool: a copy in host memory, and a checksum of it. Two
-    of them work at a time, but only one computes a checksum."""
-    copied = measure_link("cpu", block_bytes, seconds).to_host
+def measure_pool(device: str, block_bytes: int, seconds: float = 0.05) -> LinkRates:
+    """Time what an engine's threads do with blocks of a shared pool: a copy over the link, and a checksum."""
+    link, threads = measure_link(device, block_bytes, seconds), pool_threads()
     block = memoryview(mmap.mmap(-1, block_bytes))
     summed = block_bytes / _sustained(lambda: checksum(block), seconds, warm=True)
-    rate = min(summed, 2 / (1 / copied + 1 / summed))
-    return LinkRates(rate, rate)
+    return LinkRates(*(min(rate, threads / (1 / rate + 1 / summed)) for rate in (link.to_host, link.to_device)))
 
 
 def measure_disk(folder: Path, size: int = 64 << 20, seconds: float = 0.12) -> DiskRates:

@@ -119,7 +119,7 @@ def with_tier_rates(tiers: tuple[TierPlan, ...], device: str, slot_bytes: int) -
             link = measure_link(device, slot_bytes)
             tier = replace(tier, write=link.to_host, read=link.to_device)
         elif tier.name == "pool":
-            pool = measure_pool(slot_bytes)
+            pool = measure_pool(device, slot_bytes)
             tier = replace(tier, write=pool.to_host, read=pool.to_device)
         elif tier.name == "disk":
             with contextlib.suppress(SpilloverError):

@@ -9,18 +9,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spillover.errors import SpilloverError
+from spillover.kernels.huge_pages import address_of
 from spillover.memory.shared_pool import wire
 from spillover.memory.shared_pool.client import Connections, PoolUnavailableError, ask_owner
 from spillover.memory.shared_pool.owner import PoolOwner
 from spillover.memory.shared_pool.tier import SharedPoolTier
-from spillover.memory.tiers.base import CorruptRecordError
+from spillover.memory.tiers.base import CorruptRecordError, MappedTier
 from support.pool_process import PoolProcess, mapped_pools, open_files
 from support.tier_calls import (
     DESCRIPTION,
@@ -144,6 +145,81 @@ def test_damaged_block_is_a_miss(tier: SharedPoolTier) -> None:
     assert put(tier, some_blocks(1)) == [True]
     assert get(tier, [block_key(1)], PAYLOAD) == [block_bytes(1, PAYLOAD)]
     assert not tier.damage(block_key(77), 1)
+
+
+class Device:
+    """Blocks of a device, and a link that refuses copies from one slab into the next."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [bytearray(PAYLOAD) for _ in range(num_blocks)]
+        self.copies = 0
+        self.fails = False
+
+    def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
+        self._check(slots)
+        for block, slot in zip(blocks, slots, strict=True):
+            slot[:] = self.blocks[block]
+
+    def copy_in(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
+        self._check(slots)
+        for block, slot in zip(blocks, slots, strict=True):
+            self.blocks[block][:] = slot
+
+    def _check(self, slots: Sequence[memoryview]) -> None:
+        if self.fails:
+            raise RuntimeError("injected")
+        self.copies += len(slots)
+        addresses = [address_of(slot) for slot in slots]
+        assert max(addresses) - min(addresses) < 4 * STRIDE, "a copy over two slabs"
+
+
+def test_blocks_go_between_the_pool_and_a_device_directly(pool: PoolProcess, tier: SharedPoolTier) -> None:
+    """By either way in and either way out, in random order, a block is what was stored."""
+    assert isinstance(tier, MappedTier)
+    rng, device = random.Random(5), Device(16)
+    second = open_tier(pool)
+    for _ in range(40):
+        numbers = rng.sample(range(100), 12)
+        blocks = some_blocks(*numbers)
+        writer, reader = rng.choice([(tier, second), (second, tier)])
+        if rng.random() < 0.5:
+            assert put(writer, blocks) == [True] * 12
+        else:
+            for at, payload in enumerate(blocks.values()):
+                device.blocks[at][:] = payload
+            assert wait(writer, writer.store_from([(key, at) for at, key in enumerate(blocks)], device.copy_out)) == [
+                True] * 12
+        if rng.random() < 0.5:
+            assert get(reader, list(blocks), PAYLOAD) == list(blocks.values())
+        else:
+            to = rng.sample(range(16), 12)
+            asked = [*zip(blocks, to, strict=True), (block_key(1000), 0)]
+            device.blocks[0][:] = b"x" * PAYLOAD
+            kept = 0 if 0 not in to else None
+            assert wait(reader, reader.load_to(asked, device.copy_in)) == [True] * 12 + [False]
+            assert [bytes(device.blocks[at]) for at in to] == list(blocks.values())
+            assert kept is None or device.blocks[kept] == b"x" * PAYLOAD
+    assert device.copies > 100
+    assert tier.stats().load_failures == tier.stats().store_failures == 0
+    close(second)
+
+
+def test_a_copy_that_fails_costs_its_blocks_and_not_the_pool(pool: PoolProcess, tier: SharedPoolTier) -> None:
+    device = Device(4)
+    put(tier, some_blocks(1))
+    device.fails = True
+    assert wait(tier, tier.load_to([(block_key(1), 0)], device.copy_in)) == [None]
+    assert wait(tier, tier.store_from([(block_key(2), 1)], device.copy_out)) == [None]
+    assert tier.stats().available
+    assert has(tier, [block_key(1), block_key(2)]) == [True, False]
+    device.fails = False
+    assert wait(tier, tier.load_to([(block_key(1), 0)], device.copy_in)) == [True]
+    assert tier.damage(block_key(1), 999)
+    (ticket,) = tier.load_to([(block_key(1), 0)], device.copy_in)
+    assert wait(tier, [ticket]) == [None]
+    assert isinstance(ticket.error, CorruptRecordError)
+    assert wait(tier, tier.store_from([(block_key(2), 1)], device.copy_out)) == [True]
+    assert pool.report().used == STRIDE, "the slot of the copy that failed is not free"
 
 
 def test_clear_and_evict(pool: PoolProcess, tier: SharedPoolTier) -> None:

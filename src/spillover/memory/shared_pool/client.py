@@ -20,6 +20,7 @@ import msgspec
 
 from spillover.memory.shared_pool import wire
 from spillover.memory.shared_pool.owner import map_memory
+from spillover.memory.transfer.host_pool import HostPool
 
 T = TypeVar("T")
 
@@ -31,11 +32,18 @@ class PoolUnavailableError(Exception):
 class PoolMemory:
     """The memory of one owner, mapped once by all connections to it; unmapped with the last of them."""
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, fd: int, size: int, slab_bytes: int, host: HostPool | None) -> None:
+        """Map the memory. `host`: whose copies read and write it, a slab at a time."""
+        if not 0 < slab_bytes <= size:
+            raise PoolUnavailableError(f"the owner names slabs of {slab_bytes} bytes")
         self.size = size
+        self.slab_bytes = slab_bytes
         self.users = 0  # connections
         self._map = map_memory(fd, size)
         self._view = memoryview(self._map)
+        self._host = host
+        if host is not None:
+            host.adopt(self._view, slab_bytes)
 
     def view(self, place: int, nbytes: int) -> memoryview:
         if not 0 <= place <= self.size - nbytes:
@@ -44,6 +52,8 @@ class PoolMemory:
 
     def unmap(self) -> None:
         """Give the memory back now: a traceback that somebody keeps would hold it for long."""
+        if self._host is not None:
+            self._host.disown(self._view)
         self._view.release()
         with contextlib.suppress(BufferError):  # a view is left, and goes with whoever has it
             self._map.close()
@@ -140,8 +150,11 @@ class Connection:
 class Connections:
     """Connections of one engine, each lent to one thread at a time."""
 
-    def __init__(self, path: Path, identity: bytes, payload_bytes: int, description: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, identity: bytes, payload_bytes: int, description: Mapping[str, str],
+                 host: HostPool | None = None) -> None:
+        """Connect as they are wanted. `host`: whose copies read and write the owner's memory."""
         self._path = path
+        self._host = host
         self._hello = wire.Hello(wire.VERSION, identity, payload_bytes, dict(description), uuid.uuid4().hex)
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -192,7 +205,8 @@ class Connections:
                 with self._lock:
                     memory = self._memories.get(welcome.generation)
                     if memory is None:
-                        memory = self._memories[welcome.generation] = PoolMemory(descriptor, welcome.size)
+                        memory = self._memories[welcome.generation] = PoolMemory(
+                            descriptor, welcome.size, welcome.slab_bytes, self._host)
                     memory.users += 1
             finally:
                 os.close(descriptor)

@@ -156,7 +156,7 @@ class PoolOwner:
         except SpilloverError as error:
             return wire.Refused(str(error)), None
         connection.engine = hello.engine
-        return wire.Welcome(self.generation, self._memory.size), self._memory.fd
+        return wire.Welcome(self.generation, self._memory.size, self.index.slab_bytes), self._memory.fd
 
     def _use(self, client: Client, request: wire.Request) -> wire.Reply:
         index = self.index

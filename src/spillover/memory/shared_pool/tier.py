@@ -1,12 +1,13 @@
 """Blocks in a shared pool: host memory of the machine, that its owner keeps for all engines.
 
-An owner that is gone, stopped or full is a tier without blocks (see `tiers/served.py`). What is read is compared with
-its checksum after it was copied.
+An owner that is gone, stopped or full is a tier without blocks (see `tiers/served.py`). Blocks are copied between the
+device and the pool's memory itself, which is mapped here; what is read is compared with its checksum after that.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,22 +17,37 @@ from pathlib import Path
 
 from spillover.kernels.huge_pages import address_of
 from spillover.memory.shared_pool import wire
-from spillover.memory.shared_pool.client import Connection, Connections, PoolUnavailableError
+from spillover.memory.shared_pool.client import Connection, Connections, PoolMemory, PoolUnavailableError
 from spillover.memory.shared_pool.index import THERE
-from spillover.memory.tiers.base import CorruptRecordError, Ticket, TierStats, checksum
+from spillover.memory.tiers.base import CopyIn, CopyOut, CorruptRecordError, Ticket, TierStats, checksum
 from spillover.memory.tiers.served import Items, ServedTier
+from spillover.memory.transfer.host_pool import HostPool
 
 TIMEOUT_SECONDS = 1.0
 LOOKUP_SECONDS = 0.5
 RETRY_SECONDS = 1.0
 PROBE_SECONDS = 2.0  # without a look-up, after which the owner is asked whether it is there
-BATCH_BYTES = 4 << 20  # for one worker at a time
+BATCH_BYTES = 4 << 20  # for one worker at a time, to and from host memory
+DIRECT_BYTES = 16 << 20  # likewise, to and from the device
+
+DeviceBlocks = Sequence[tuple[bytes, int]]  # keys, and where the blocks lie on the device
+_Copy = Callable[[Sequence[memoryview], Sequence[int]], None]  # places in the pool, and which of the items they are of
+
+
+class CopyFailedError(Exception):
+    """The link to the device failed: nothing is said about the pool."""
+
+
+def pool_threads() -> int:
+    """Return how many threads copy to a pool, and as many from it: a checksum takes longer than a GPU's copy."""
+    return max(2, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
 class SharedPoolTier(ServedTier):
     """A tier in the memory of a pool's owner, shared by all engines of this machine that have the same identity."""
 
     name = "pool"
+    _harmless = (*ServedTier._harmless, CopyFailedError)
 
     def __init__(
         self,
@@ -46,13 +62,16 @@ class SharedPoolTier(ServedTier):
         retry_seconds: float = RETRY_SECONDS,
         probe_seconds: float = PROBE_SECONDS,
         threads: int = 2,
+        host: HostPool | None = None,
     ) -> None:
-        """Connect lazily: an owner may come later. `threads` work in each direction."""
+        """Connect lazily: an owner may come later. `threads` work in each direction. `host`: whose link copies between
+        the device and the pool."""
         super().__init__(f"shared pool at {path}", payload_bytes, wake, batch=max(1, BATCH_BYTES // payload_bytes),
                          seconds=TIMEOUT_SECONDS if timeout is None else timeout,
                          lookup_seconds=LOOKUP_SECONDS if lookup_timeout is None else lookup_timeout,
                          retry_seconds=retry_seconds, probe_seconds=probe_seconds, threads=threads, down=True)
-        self._connections = Connections(path, identity, payload_bytes, description)
+        self._connections = Connections(path, identity, payload_bytes, description, host)
+        self._direct_batch = max(1, DIRECT_BYTES // payload_bytes)
         self._probe_seconds = probe_seconds
         self._report: wire.Report | None = None
         self._report_at = 0.0  # when the next is wanted; only the worker of look-ups reads and writes it
@@ -80,6 +99,33 @@ class SharedPoolTier(ServedTier):
                 return there
 
         return self._submit(self._lookups, "lookup", ask, deadline)
+
+    def store_from(self, items: DeviceBlocks, copy_out: CopyOut) -> list[Ticket[bool]]:
+        self.poll()
+        if not self._takes_blocks():
+            self._store_failures += len(items)
+            return [Ticket.ended(False) for _ in items]
+
+        def store(items: DeviceBlocks, deadline: float) -> list[bool | Exception]:
+            def copy(places: Sequence[memoryview], which: Sequence[int]) -> None:
+                copy_out([items[index][1] for index in which], places)
+
+            return self._write([key for key, _ in items], copy, deadline)
+
+        return self._submit_batches(self._writing, "store", items, store, self._direct_batch)
+
+    def load_to(self, items: DeviceBlocks, copy_in: CopyIn) -> list[Ticket[bool]]:
+        self.poll()
+        if not self._usable():
+            return [Ticket.ended(False) for _ in items]
+
+        def load(items: DeviceBlocks, deadline: float) -> list[bool | Exception]:
+            def copy(places: Sequence[memoryview], which: Sequence[int]) -> None:
+                copy_in(places, [items[index][1] for index in which])
+
+            return self._read([key for key, _ in items], copy, deadline)
+
+        return self._submit_batches(self._reading, "load", items, load, self._direct_batch)
 
     def evict(self, count: int) -> Ticket[int]:
         self.poll()
@@ -124,34 +170,60 @@ class SharedPoolTier(ServedTier):
     # The workers' side
 
     def _store(self, items: Items, deadline: float) -> list[bool | Exception]:
+        def copy(places: Sequence[memoryview], which: Sequence[int]) -> None:
+            for place, index in zip(places, which, strict=True):
+                _copy(place, items[index][1])
+
+        return self._write([key for key, _ in items], copy, deadline)
+
+    def _load(self, items: Items, deadline: float) -> list[bool | Exception]:
+        def copy(places: Sequence[memoryview], which: Sequence[int]) -> None:
+            for place, index in zip(places, which, strict=True):
+                _copy(items[index][1], place)
+
+        return self._read([key for key, _ in items], copy, deadline)
+
+    def _write(self, keys: list[bytes], copy: _Copy, deadline: float) -> list[bool | Exception]:
+        """Store blocks, whose bytes `copy` brings, and return for each whether it is there now."""
         with self._connections.use(deadline) as (connection, memory):
-            places = connection.ask(wire.Take([key for key, _ in items]), wire.Places, deadline).places
-            written = [(place, payload) for (_, payload), place in zip(items, places, strict=True) if place >= 0]
-            for place, payload in written:
-                _copy(memory.view(place, self.payload_bytes), payload)
+            places = connection.ask(wire.Take(keys), wire.Places, deadline).places
+            written = [(place, index) for index, place in enumerate(places) if place >= 0]
+            views = self._each_slab(memory, written, copy)
             published = iter(connection.ask(wire.Publish([place for place, _ in written],
-                                                         [checksum(payload) for _, payload in written]),
+                                                         [checksum(view) for view in views]),
                                             wire.Found, deadline).there if written else ())
             self._written.append(len(written))
             return [next(published) if place >= 0 else place == THERE for place in places]
 
-    def _load(self, items: Items, deadline: float) -> list[bool | Exception]:
+    def _read(self, keys: list[bytes], copy: _Copy, deadline: float) -> list[bool | Exception]:
+        """Load blocks, whose bytes `copy` takes, and return for each whether they are those that were stored."""
         with self._connections.use(deadline) as (connection, memory):
-            pinned = connection.ask(wire.Pin([key for key, _ in items]), wire.Pinned, deadline).blocks
-            results: list[bool | Exception] = []
-            for (_, buffer), block in zip(items, pinned, strict=True):
-                if block is None:
-                    results.append(False)
-                    continue
-                _copy(buffer, memory.view(block[0], self.payload_bytes))
-                # Of the copy: whatever happens to the slot now, these bytes are the block's or are not used.
-                results.append(checksum(buffer) == block[1] or CorruptRecordError("wrong checksum"))
-            damaged = [key for (key, _), result in zip(items, results, strict=True) if isinstance(result, Exception)]
-            places = [block[0] for block in pinned if block is not None]
+            pinned = connection.ask(wire.Pin(keys), wire.Pinned, deadline).blocks
+            found = [(block[0], index) for index, block in enumerate(pinned) if block is not None]
+            results: list[bool | Exception] = [False] * len(keys)
+            for (_, index), view in zip(found, self._each_slab(memory, found, copy), strict=True):
+                # After the copy: had the slot changed before or meanwhile, it would show now.
+                block = pinned[index]
+                assert block is not None
+                results[index] = checksum(view) == block[1] or CorruptRecordError("wrong checksum")
+            damaged = [key for key, result in zip(keys, results, strict=True) if isinstance(result, Exception)]
             with suppress(PoolUnavailableError):  # the blocks are here all the same
-                if places:
-                    connection.ask(wire.Release(places, damaged), wire.Count, deadline)
+                if found:
+                    connection.ask(wire.Release([place for place, _ in found], damaged), wire.Count, deadline)
             return results
+
+    def _each_slab(self, memory: PoolMemory, items: Sequence[tuple[int, int]], copy: _Copy) -> list[memoryview]:
+        """Call `copy` for the items (place, index) of each slab: a slab is what can be pinned. Return their views."""
+        views = [memory.view(place, self.payload_bytes) for place, _ in items]
+        slabs: dict[int, list[int]] = {}
+        for at, (place, _) in enumerate(items):
+            slabs.setdefault(place // memory.slab_bytes, []).append(at)
+        for chosen in slabs.values():
+            try:
+                copy([views[at] for at in chosen], [items[at][1] for at in chosen])
+            except Exception as error:
+                raise CopyFailedError(str(error)) from error
+        return views
 
     def _forget(self) -> bool:
         deadline = time.monotonic() + self._seconds

@@ -15,7 +15,7 @@ import msgspec
 
 from spillover.errors import SpilloverError
 
-VERSION = 1
+VERSION = 2
 LENGTH = struct.Struct("<I")
 MOST_BYTES = 16 << 20  # of a message: a quarter of a million keys
 NAME = "pool.sock"
@@ -79,6 +79,7 @@ Request = Hello | Find | Take | Publish | Pin | Release | Evict | Clear | Ask
 class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
     generation: bytes  # of the memory: another owner has another
     size: int  # bytes of the memory
+    slab_bytes: int  # of which it has whole ones: no block reaches from one into the next
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):

@@ -13,7 +13,7 @@ from spillover.memory.tiers.base import Ticket, Tier
 class LoadState(Enum):
     WAITING = "waiting"  # for a slot
     FETCHING = "fetching"  # from a tier below into host memory
-    HELD = "held"  # in host memory
+    HELD = "held"  # in host memory, or where a link can take it from (direct.py)
     COPYING = "copying"  # to the device
     DONE = "done"
     FAILED = "failed"  # the block is to be computed
@@ -21,7 +21,7 @@ class LoadState(Enum):
 
 class Load:
     """Stored blocks on their way to the device, all in the same state: a run that is in host memory from the start, or
-    one block that is brought there first."""
+    one block that is brought there first, or copied from a tier that is mapped here."""
 
     __slots__ = ("blocks", "deadline", "entries", "keys", "on_end", "state", "tier")
 
@@ -96,9 +96,11 @@ class Search:
         self.sources = sources
         self._answered = answered
         self._asked: list[tuple[Tier, list[int], Ticket[list[bool]]]] = []
+        self._nearness: dict[str, int] = {}  # of tiers, the nearest first: the order in which they are asked
 
     def ask(self, tier: Tier, indices: list[int], ticket: Ticket[list[bool]]) -> None:
         self._asked.append((tier, indices, ticket))
+        self._nearness.setdefault(tier.name, len(self._nearness))
 
     def ready(self, now: float) -> bool:
         waiting = []
@@ -111,7 +113,8 @@ class Search:
             there = ticket.result() or [False] * len(indices)
             for index, found in zip(indices, there, strict=True):
                 self._answered(tier, index, found)
-                if found and self.sources[index] is None:
-                    self.sources[index] = tier.name
+                known = self.sources[index]
+                if found and (known is None or self._nearness[tier.name] < self._nearness.get(known, -1)):
+                    self.sources[index] = tier.name  # a farther one may have answered before
         self._asked = waiting
         return not waiting

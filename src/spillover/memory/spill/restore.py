@@ -239,7 +239,7 @@ class Lookups:
     def _prefetch(self, seq: str, lookup: _Lookup) -> None:
         """Bring what is on disk or in a remote store to host memory while the request waits, within half of it."""
         wanted = [(key, tier) for key, tier in zip(lookup.keys, lookup.search.sources, strict=True)
-                  if tier is not None and tier != "host"]
+                  if tier is not None and tier != "host" and not self._store.direct.reaches(tier)]
         room = self._store.prefetch_room - sum(len(loads) for loads in self._prefetches.values())
         if wanted and room > 0:
             self._prefetches[seq] = self._store.open(*zip(*wanted[:room], strict=True))

@@ -2,7 +2,8 @@
 
 A block leaves the device into a slot of host memory and from there goes down to the tiers below; it comes back the same
 way. Copies run on threads of their own; all bookkeeping is done on the engine's thread, in poll(). Without a host tier
-a few slots still stand in for one, and an entry is forgotten as soon as nothing relies on it.
+a few slots still stand in for one, and an entry is forgotten as soon as nothing relies on it. A tier in memory that is
+mapped here needs no slot (see direct.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from spillover.memory.kv.events import BlockEvents, TellingTier
 from spillover.memory.policies.admission import AdmissionPolicy, Always
 from spillover.memory.spill.below import Below
 from spillover.memory.spill.copies import LinkCopies
+from spillover.memory.spill.direct import DirectCopies, DirectIn
 from spillover.memory.spill.host import Entry, HostCache, Slots
 from spillover.memory.spill.loads import CopyEnd, Fetch, Load, LoadState, Search
 from spillover.memory.spill.report import TierReport
@@ -57,6 +59,7 @@ class SpillStore:
         self._link_rates = link_rates or {}
         self._wake = wake or threading.Event()
         self.copies = LinkCopies(link, self._host.slots, self.rates.get("host", LINK_RATE), self._wake.set)
+        self.direct = DirectCopies(link, self.tiers, self.keeps)
         self._fetches: list[Fetch] = []
         self._below = Below(self.tiers, self._found_below)
         self._writes = WriteDown(self._host, self.tiers, self._admission, self._below.offered, self._unpin)
@@ -87,6 +90,8 @@ class SpillStore:
     def spill(self, items: Sequence[tuple[bytes, int]], on_end: CopyEnd, lossy: bool = False) -> int:
         """Start copies of device blocks, in order; returns how many of them found a slot. A block stays as it is until
         `on_end` is told of it. `lossy`: older blocks in host memory that no tier below has may go for it."""
+        if self.direct.spills:
+            return self.direct.start_out(items, on_end)
         entries: list[Entry] = []
         for key, _ in items:
             entry = self._host.reserve(key, lossy or not self.tiers)
@@ -100,6 +105,8 @@ class SpillStore:
     @property
     def room(self) -> int:
         """Return the most blocks that could be spilled now."""
+        if self.direct.spills:
+            return self.direct.room
         return self._host.spare if self.tiers else self._host.slots.limit
 
     def wanted(self, key: bytes) -> bool:
@@ -171,7 +178,8 @@ class SpillStore:
 
     def seconds(self, tier: str, blocks: int) -> float:
         """Return how long loading n blocks from the tier takes, as far as is known."""
-        slowest = min(self.rates.get(name, 1e9) for name in {tier, "host"})
+        way = {tier} if self.direct.reaches(tier) else {tier, "host"}
+        slowest = min(self.rates.get(name, 1e9) for name in way)
         return blocks * self.link.slot_bytes / slowest
 
     # Blocks of a live sequence that the device has no room for
@@ -208,11 +216,16 @@ class SpillStore:
     def busy(self) -> bool:
         """Return whether something is under way that poll() would take further. A tier that hangs keeps nobody waiting:
         what is past its deadline does not count."""
-        if self.copies.busy or self._queue or self._copyable or self._below.busy:
+        if self.copying or self._queue or self._copyable or self._below.busy:
             return True
         now = time.monotonic()
         tickets = itertools.chain((fetch.ticket for fetch in self._fetches), self._writes.tickets())
         return any(not ticket.expired(now) for ticket in tickets)
+
+    @property
+    def copying(self) -> bool:
+        """Return whether blocks are on their way to or from the device."""
+        return self.copies.busy or self.direct.busy
 
     def wait(self, seconds: float) -> None:
         """Wait until something may have ended."""
@@ -224,7 +237,7 @@ class SpillStore:
         for tier in self.tiers:
             tier.poll()
         self.take_spilled()
-        loaded = self.copies.loaded
+        loaded = self.copies.loaded or self.direct.loaded
         self._go_on()
         if loaded:  # whose request can go on at once
             self._wake.set()
@@ -234,7 +247,7 @@ class SpillStore:
 
     def poll_loads(self) -> None:
         """Do the part of poll() that requests wait for."""
-        if self.copies.loading or self._fetches or self._queue or self._copyable:
+        if self.copies.loading or self.direct.loading or self._fetches or self._queue or self._copyable:
             for tier in self.tiers:
                 tier.poll()
             self._go_on()
@@ -245,6 +258,12 @@ class SpillStore:
             self.spilled_blocks += len(copy.blocks) if seconds is not None else 0
             self._arrived(copy.entries, seconds is not None, safe=not self.tiers)
             copy.on_end(copy.blocks, copy.entries)
+        for on_end, ended in itertools.groupby(self.direct.take_out(), lambda each: each.on_end):
+            stored = list(ended)
+            for each in stored:
+                self.spilled_blocks += bool(each.ticket.result())
+                self._below.offered(self.tiers[0], each.key, bool(each.ticket.result()))
+            on_end([each.block for each in stored], [Entry(each.key, -1) for each in stored])
 
     def flush(self, deadline: float) -> None:
         """Write what only host memory has to the tiers below, as far as the deadline allows."""
@@ -267,7 +286,7 @@ class SpillStore:
         """End every thread; the link's memory is freed only when no copy can touch it any more."""
         for tier in self.tiers:
             tier.close(deadline)
-        if self.copies.close(deadline):
+        if self.copies.close(deadline) and self.direct.ended:
             self.link.close()
 
     def tell(self, events: BlockEvents) -> None:
@@ -306,13 +325,15 @@ class SpillStore:
         """Return whether a tier below host memory has the block, perhaps another than the one it was found in."""
         if any(tier.name == load.tier and tier.has(load.keys[0]) is not False for tier in self.tiers):
             return True
-        found = self._lower(load.keys[0])
+        # A mapped tier says whether it has a block when it is asked to load it, which is quick.
+        found = self.direct.tier.name if self.direct.tier is not None else self._lower(load.keys[0])
         load.tier = found or "host"
         return found is not None
 
     def _flush_copies(self) -> None:
         """Hand to the link what can be copied now."""
-        self.copies.start_in(self._copyable)
+        self.copies.start_in([load for load in self._copyable if load.entries])
+        self.direct.start_in([load for load in self._copyable if not load.entries])
         self._copyable.clear()
 
     def _go_on(self) -> None:
@@ -321,6 +342,8 @@ class SpillStore:
             if seconds:
                 self._observe("host", len(copy.blocks) * self.link.slot_bytes / seconds)
             self._end(copy.loads, LoadState.FAILED if seconds is None else LoadState.DONE)
+        for direct in self.direct.take_in():
+            self._take_direct(direct)
         now = time.monotonic()
         if self._fetches:
             self._take_fetches(now)
@@ -328,6 +351,25 @@ class SpillStore:
             self._expire_queue(now)
             self._start_loads()
         self._flush_copies()
+
+    def _take_direct(self, copy: DirectIn) -> None:
+        load, tier = copy.load, self.direct.tier
+        assert tier is not None
+        (key,), ok = load.keys, bool(copy.ticket.result())
+        self._below.answered(tier, key, ok)
+        if ok:
+            self._below.ask(key)  # has the last tier it, too?
+            self._observe(tier.name, copy.place * self.link.slot_bytes / max(1e-6, copy.ticket.at - copy.started))
+        lower = None if ok else self._further(key, tier)
+        if lower is None:
+            self._end([load], LoadState.DONE if ok else LoadState.FAILED)
+        else:
+            load.tier, load.state = lower.name, LoadState.WAITING
+            self._queue.append(load)
+
+    def _further(self, key: bytes, tier: Tier) -> Tier | None:
+        """Return a tier further down that has the block, as far as can be said at once."""
+        return next((each for each in self.tiers[self.tiers.index(tier) + 1 :] if self._below.has(key, each)), None)
 
     def _take_fetches(self, now: float) -> None:
         pending = []
@@ -345,7 +387,7 @@ class SpillStore:
                 safe = not self._below.doubted(fetch.entry.key)
                 if ok and safe:
                     self._writes.promote(fetch.entry, fetch.tier)
-                self._arrived([fetch.entry], ok, safe)
+                self._arrived([fetch.entry], ok, safe, fetch.tier.name)
                 continue
             if fetch.ticket.expired(now):  # those who wait stop waiting; the slot stays until the worker lets go of it
                 fetch.ticket.cancel()
@@ -356,22 +398,24 @@ class SpillStore:
     def _fetch_lower(self, failed: Fetch, now: float) -> Fetch | None:
         """Fetch the block from a tier further down, where one has it."""
         key = failed.entry.key
-        for tier in self.tiers[self.tiers.index(failed.tier) + 1 :]:
-            if self._below.has(key, tier):
-                for load in self._waiters.get(key, ()):
-                    load.tier = tier.name
-                ticket = tier.load([(key, self._host.slots.view(failed.entry.slot))])[0]
-                return Fetch(failed.entry, tier, now, 1, ticket)
-        return None
+        tier = self._further(key, failed.tier)
+        if tier is None:
+            return None
+        for load in self._waiters.get(key, ()):
+            load.tier = tier.name
+        return Fetch(failed.entry, tier, now, 1, tier.load([(key, self._host.slots.view(failed.entry.slot))])[0])
 
-    def _arrived(self, entries: Sequence[Entry], ok: bool, safe: bool) -> None:
-        """End the copy into these entries, which held one pin on each."""
+    def _arrived(self, entries: Sequence[Entry], ok: bool, safe: bool, tier: str | None = None) -> None:
+        """End the copy into these entries, from `tier` or the device, which held one pin on each."""
         for entry in entries:
             if ok:
                 self._host.arrive(entry, safe or entry.private)
             for load in self._waiters.pop(entry.key, ()) if self._waiters else ():
                 if load.pending and ok:
                     self._hold(load, entry)
+                elif load.pending and tier is not None and load.tier != tier:  # it was found elsewhere
+                    load.state = LoadState.WAITING
+                    self._queue.append(load)
                 elif load.pending:
                     self._end([load], LoadState.FAILED)
         if ok and not safe and (self.eager or not self.keeps):
@@ -387,6 +431,9 @@ class SpillStore:
     def _hold(self, load: Load, entry: Entry) -> None:
         self._host.pin(entry)
         load.entries.append(entry)
+        self._held(load)
+
+    def _held(self, load: Load) -> None:
         load.state = LoadState.HELD
         if load.blocks:
             self._copyable.append(load)
@@ -420,6 +467,8 @@ class SpillStore:
                     self._waiters.setdefault(key, []).append(load)
                 elif not self._found_lower(load):
                     self._end([load], LoadState.FAILED)
+                elif self.direct.reaches(load.tier):
+                    self._held(load)
                 else:
                     entry = self._host.reserve(key, now >= load.deadline - LOAD_SECONDS + LOAD_PATIENCE)
                     if entry is None:

@@ -135,7 +135,7 @@ class TieredConnector:
 
     @property
     def hands_on(self) -> bool:
-        return self.store.eager and (self._spiller.waiting or self.store.copies.busy)
+        return self.store.eager and (self._spiller.waiting or self.store.copying)
 
     # All that is stored
 

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import xxhash
 
@@ -286,3 +286,19 @@ class Tier(Protocol):
 
     def close(self, deadline: float) -> None:
         """End what is on its way, until the deadline (monotonic), and let go of files and connections."""
+
+
+CopyOut = Callable[[Sequence[int], Sequence[memoryview]], None]  # device blocks to buffers; returns when they are there
+CopyIn = Callable[[Sequence[memoryview], Sequence[int]], None]
+
+
+@runtime_checkable
+class MappedTier(Tier, Protocol):
+    """A tier in memory that this process has mapped: a link copies between it and the device. Workers call the link."""
+
+    def store_from(self, items: Sequence[tuple[bytes, int]], copy_out: CopyOut) -> list[Ticket[bool]]:
+        """Store device blocks, one ticket each; they stay as they are until their ticket is done."""
+
+    def load_to(self, items: Sequence[tuple[bytes, int]], copy_in: CopyIn) -> list[Ticket[bool]]:
+        """Load to device blocks, one ticket each. True: the block holds exactly the bytes stored; else it may hold
+        anything."""

@@ -11,12 +11,13 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats
 from spillover.memory.tiers.health import Health
 
 Items = Sequence[tuple[bytes, memoryview]]
+T = TypeVar("T")
 
 
 class ServedTier:
@@ -65,17 +66,19 @@ class ServedTier:
         """Return None: only the server knows."""
 
     def store(self, items: Items) -> list[Ticket[bool]]:
+        self._check(items)
         self.poll()
         if not self._takes_blocks():
             self._store_failures += len(items)
             return [Ticket.ended(False) for _ in items]
-        return self._submit_batches(self._writing, "store", items, self._store)
+        return self._submit_batches(self._writing, "store", items, self._store, self._batch)
 
     def load(self, items: Items) -> list[Ticket[bool]]:
+        self._check(items)
         self.poll()
         if not self._usable():
             return [Ticket.ended(False) for _ in items]
-        return self._submit_batches(self._reading, "load", items, self._load)
+        return self._submit_batches(self._reading, "load", items, self._load, self._batch)
 
     def poll(self) -> None:
         for lane in (self._lookups, self._reading, self._writing):
@@ -182,6 +185,9 @@ class ServedTier:
             available=self._usable(),
         )
 
+    def _check(self, items: Items) -> None:
+        assert all(payload.nbytes == self.payload_bytes for _, payload in items), "a payload of another size"
+
     def _submit(self, lane: Lane, kind: str, work: Callable[[], Any], deadline: float) -> Ticket[Any]:
         ticket = lane.submit(work, deadline)
         self._work[ticket] = kind
@@ -190,15 +196,15 @@ class ServedTier:
     def _submit_probe(self) -> Ticket[Any]:
         return self._submit(self._lookups, "probe", self._probe, time.monotonic() + self._seconds)
 
-    def _submit_batches(self, lane: Lane, kind: str, items: Items,
-                        do: Callable[[Items, float], list[bool | Exception]]) -> list[Ticket[bool]]:
+    def _submit_batches(self, lane: Lane, kind: str, items: Sequence[T],
+                        do: Callable[[Sequence[T], float], list[bool | Exception]], most: int) -> list[Ticket[bool]]:
+        """Submit requests of at most n items each, by whose results their tickets end."""
         tickets: list[Ticket[bool]] = []
         deadline = time.monotonic() + self._seconds
-        for start in range(0, len(items), self._batch):
-            part = items[start : start + self._batch]
-            assert all(payload.nbytes == self.payload_bytes for _, payload in part), "a payload of another size"
+        for start in range(0, len(items), most):
+            part = items[start : start + most]
 
-            def work(wanted: Sequence[int], part: Items = part) -> list[bool | Exception]:
+            def work(wanted: Sequence[int], part: Sequence[T] = part) -> list[bool | Exception]:
                 return do([part[i] for i in wanted], deadline)
 
             batch = lane.submit_batch(work, len(part), deadline)

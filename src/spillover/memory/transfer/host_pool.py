@@ -134,6 +134,31 @@ class HostPool:
         """Give back, or keep for the next pool, all memory of a use; no copy of it may be running."""
         self._drop([slab for slab in self._slabs.slabs if slab.use == use])
 
+    def adopt(self, memory: memoryview, piece_bytes: int) -> None:
+        """Let copies use memory of another owner until `disown`: a piece is pinned by the first copy that meets it. It
+        does not count for the budget, and no copy may reach from one piece into the next."""
+        if self._pinner is None:
+            return
+        start = address_of(memory)
+        pieces = [_Slab(memory[at : at + piece_bytes], start + at, "adopted")
+                  for at in range(0, memory.nbytes, piece_bytes)]
+        with self._lock:
+            for piece in pieces:
+                self._slabs = self._slabs.with_one(piece)
+
+    def disown(self, memory: memoryview) -> None:
+        """Forget memory that `adopt` was given; no copy of it may be running."""
+        if self._pinner is None:
+            return
+        start = address_of(memory)
+        with self._lock:
+            pieces = [slab for slab in self._slabs.slabs if start <= slab.address < start + memory.nbytes]
+            self._slabs = self._slabs.without({piece.address for piece in pieces})
+        for piece in pieces:
+            if piece.pinned:
+                self._pinner.unregister(piece.address)
+            piece.memory.release()
+
     def pin(self, addresses: Sequence[int] | npt.NDArray[np.int64]) -> bool:
         """Pin the slabs that these addresses lie in, if they are not; return whether all of them are pinned now.
 

@@ -1,0 +1,123 @@
+"""Copies between the device and a tier in memory that this process has mapped, without a slot of host memory between.
+
+The tier's own threads copy: they keep a block where it is meanwhile, and compare its checksum. Loads come this way
+wherever such a tier has the block. Blocks leave the device this way where the tier is the only one: others, and host
+memory, are to have them too, and are given them from a slot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from spillover.memory.spill.loads import CopyEnd, Load, LoadState
+from spillover.memory.tiers.base import MappedTier, Ticket, Tier
+from spillover.memory.transfer.link import DeviceLink
+
+UNDER_WAY_BYTES = 256 << 20  # of blocks that leave the device at a time: more would wait past the tier's deadline
+LEAST_UNDER_WAY = 32  # blocks
+
+
+@dataclass(frozen=True)
+class DirectOut:
+    """A block on its way from the device."""
+
+    key: bytes
+    block: int
+    on_end: CopyEnd
+    ticket: Ticket[bool]
+
+
+@dataclass(frozen=True)
+class DirectIn:
+    """A block on its way to the device."""
+
+    load: Load
+    started: float
+    place: int  # among those that were started with it, from 1
+    ticket: Ticket[bool]
+
+
+_Copy = TypeVar("_Copy", DirectOut, DirectIn)
+
+
+class DirectCopies:
+    """The copies on their way, each way."""
+
+    def __init__(self, link: DeviceLink, tiers: Sequence[Tier], keeps: bool) -> None:
+        """Find the mapped tier, if there is one. `keeps`: host memory is a tier, too."""
+        self.tier = next((tier for tier in tiers if isinstance(tier, MappedTier)), None)
+        self.spills = self.tier is not None and len(tiers) == 1 and not keeps
+        self._link = link
+        self._most = max(LEAST_UNDER_WAY, UNDER_WAY_BYTES // link.slot_bytes)
+        self._outgoing: list[DirectOut] = []
+        self._incoming: list[DirectIn] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._outgoing or self._incoming)
+
+    @property
+    def ended(self) -> bool:
+        """Return whether no copy can touch the device any more, of those that were started."""
+        copies: list[DirectOut | DirectIn] = [*self._outgoing, *self._incoming]
+        return all(copy.ticket.done() for copy in copies)
+
+    @property
+    def loading(self) -> bool:
+        return bool(self._incoming)
+
+    @property
+    def loaded(self) -> bool:
+        """Return whether a copy to the device has ended and was not taken yet."""
+        return any(copy.ticket.done() for copy in self._incoming)
+
+    @property
+    def room(self) -> int:
+        """Return the blocks that may leave the device now."""
+        return max(0, self._most - len(self._outgoing))
+
+    def reaches(self, tier: str) -> bool:
+        return self.tier is not None and self.tier.name == tier
+
+    def start_out(self, items: Sequence[tuple[bytes, int]], on_end: CopyEnd) -> int:
+        """Start storing device blocks, in order; return how many."""
+        assert self.tier is not None
+        items = items[: self.room]
+        tickets = self.tier.store_from(items, self._link.copy_out)
+        self._outgoing += [DirectOut(key, block, on_end, ticket)
+                           for (key, block), ticket in zip(items, tickets, strict=True)]
+        return len(items)
+
+    def start_in(self, loads: Sequence[Load]) -> None:
+        """Start loading blocks to where they are to go on the device."""
+        if not loads:
+            return
+        assert self.tier is not None
+        for load in loads:
+            load.state = LoadState.COPYING
+        now = time.monotonic()
+        tickets = self.tier.load_to([(load.keys[0], load.blocks[0]) for load in loads], self._link.copy_in)
+        self._incoming += [DirectIn(load, now, place, ticket)
+                           for place, (load, ticket) in enumerate(zip(loads, tickets, strict=True), start=1)]
+
+    def take_out(self) -> list[DirectOut]:
+        """Return the copies from the device that have ended."""
+        ended, self._outgoing = _ended(self._outgoing)
+        return ended
+
+    def take_in(self) -> list[DirectIn]:
+        """Return the copies to the device that have ended."""
+        ended, self._incoming = _ended(self._incoming)
+        return ended
+
+
+def _ended(copies: list[_Copy]) -> tuple[list[_Copy], list[_Copy]]:
+    """Return the copies that have ended, and the others; a worker may end one meanwhile."""
+    ended: list[_Copy] = []
+    others: list[_Copy] = []
+    for copy in copies:
+        (ended if copy.ticket.done() else others).append(copy)
+    return ended, others
