@@ -1,4 +1,4 @@
-"""`spill pool`: the process that owns one host memory for the KV of all engines of a machine."""
+"""`spill pool`: the process that owns one host memory for the KV and weights of all engines of a machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spillover.units import UNITS_HELP, format_bytes, parse_budget
 
 @click.group()
 def pool() -> None:
-    """Keep the KV of all engines of this machine in one host memory.
+    """Keep the KV of all engines of this machine, and weights that are not on a device, in one host memory.
 
     \b
     Examples:
@@ -21,13 +21,13 @@ def pool() -> None:
 
 
 @pool.command()
-@click.option("--memory", required=True, metavar="SIZE", help="Budget for all models together: a size such as 64GB "
-              f"({UNITS_HELP}), or a share of the machine's memory such as 50%. It is taken as it is needed and kept.")
+@click.option("--memory", required=True, metavar="SIZE", help="Budget for KV and weights of all models together: a "
+              f"size such as 64GB ({UNITS_HELP}), or a share of the machine's memory such as 50%. It is taken as it is needed and kept.")
 @click.option("--socket", default="auto", metavar="PATH", help="Where engines find it, in a folder that only you can "
               "reach; auto is one place for each user, which --host-pool auto knows.")
 def serve(memory: str, socket: str) -> None:
-    """Own the memory until SIGTERM or Ctrl-C. It outlives engines: one that starts again finds its KV here, and
-    engines of the same model share it. If it ends, engines go on and compute what it had.
+    """Own the memory until SIGTERM or Ctrl-C. It outlives engines: one that starts again finds its KV here, and its
+    weights off the device, and engines of the same model share both. If it ends, engines go on and compute what it had.
 
     \b
     Examples:

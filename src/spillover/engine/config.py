@@ -78,8 +78,8 @@ class EngineConfig:
                                            "slots by itself; larger steps stream experts past.")
     host_memory: str | None = _flag(None, "Memory budget of the host tier, e.g. 64GB or 50%, for weights and KV off "
                                           "the device; pinned on CUDA. Weights come first.")
-    host_pool: str | None = _flag(None, "Keep KV in the memory that `spill pool serve` owns, shared by all engines of "
-                                        "this machine: auto, or the path of its socket.")
+    host_pool: str | None = _flag(None, "Keep KV, and weights off the device, in the memory that `spill pool serve` "
+                                        "owns, shared by all engines of this machine: auto, or the path of its socket.")
     disk: tuple[str, ...] = _flag((), "PATH:SIZE, a folder for KV on disk and its maximum size, e.g. /nvme/kv:200GB; "
                                       "may be given more than once.")
     remote: str | None = _flag(None, "Redis or Valkey server that keeps KV for several engines, e.g. "

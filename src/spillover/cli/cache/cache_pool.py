@@ -37,10 +37,12 @@ def show_pool(path: Path, as_json: bool) -> None:
         Console().print_json(data={
             "socket": str(path), "pid": report.pid, "capacity": report.capacity, "used": report.used,
             "resident": report.prepared, "engines": report.engines, "uptime": report.uptime,
+            "weights": report.weights, "weights_used": report.weights_used,
             "models": [{name: getattr(model, name) for name in model.__struct_fields__} for model in report.models]})
         return
-    table = Table(caption=f"{format_bytes(report.used)} of {format_bytes(report.capacity)} in use at {path} (process "
-                          f"{report.pid}), {report.engines} engines connected", caption_justify="left")
+    weights = f", and {format_bytes(report.weights)} of weights" if report.weights else ""
+    table = Table(caption=f"{format_bytes(report.used)} of {format_bytes(report.capacity)} in use{weights} at {path} "
+                          f"(process {report.pid}), {report.engines} engines connected", caption_justify="left")
     table.add_column("identity", no_wrap=True)
     for heading in ("model", "type"):
         table.add_column(heading, overflow="fold")

@@ -15,6 +15,7 @@ from spillover.engine.weights.expert_cache import chosen_policy, filled_cache
 from spillover.engine.weights.placed import Parts, PlacedParts, PlacedWeights
 from spillover.kernels.formats.base import Linear
 from spillover.memory.policies.experts.protocol import GuessingPolicy
+from spillover.memory.shared_pool.weights import SharedWeights
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.weight_specs import layer_part
 from spillover.models.weights import PartWeights
@@ -22,11 +23,12 @@ from spillover.plan.placement import WeightPlan
 
 
 def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, transfers: Transfers,
-                 disk: DiskWeights | None = None, kv_bytes: int = 0) -> PlacedWeights:
+                 disk: DiskWeights | None = None, kv_bytes: int = 0,
+                 shared: SharedWeights | None = None) -> PlacedWeights:
     """Put parts in host memory and in an arena of the planned size that stands for the device; copies into it are real.
-    `kv_bytes`: of KV, before the slots."""
+    `kv_bytes`: of KV, before the slots. `shared`: keeps what is in host memory, once for all engines."""
     device = torch.device("cpu")
-    placed = PlacedParts(placement, device, transfers, disk)
+    placed = PlacedParts(placement, device, transfers, disk, shared)
     layers, quota = placement.slot_layers, placement.quota
     arena: Tensor | None = None
     memory: ElasticMemory | None = None

@@ -26,6 +26,7 @@ from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.host_experts import ExpertLayout, HostExperts
 from spillover.kernels.moe.page_table import PageTable
 from spillover.kernels.moe.records import Record
+from spillover.memory.shared_pool.weights import SharedWeights
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.models.config import ModelConfig
 from spillover.models.weight_specs import layer_part
@@ -55,11 +56,13 @@ class CudaLayerExperts:
 
 
 def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelConfig,
-                  disk: DiskWeights | None, transfers: CudaTransfers) -> PlacedWeights:
-    """Put parts on the device and in host memory, and choose who fetches experts."""
+                  disk: DiskWeights | None, transfers: CudaTransfers,
+                  shared: SharedWeights | None = None) -> PlacedWeights:
+    """Put parts on the device and in host memory, and choose who fetches experts. `shared`: keeps what is in host
+    memory, once for all engines."""
     placement, device = plan.placement, torch.device("cuda")
     assert placement is not None
-    placed = PlacedParts(placement, device, transfers, disk)
+    placed = PlacedParts(placement, device, transfers, disk, shared)
     layers = table_layers(placement)
     quotas = [placement.quota if placement.experts[layer] in SLOTTED else 0 for layer in layers]
     slots: Tensor | None = None
@@ -74,7 +77,8 @@ def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelCo
         if slots is None:
             memory = ElasticMemory.make(plan.kv_bytes, sum(quotas) + placement.transit, records.shape[1], device)
             slots = memory.slots
-            transfers.pool.expect(records.numel(), len(layers) - index - 1 - len(placement.disk_experts), "weights")
+            if shared is None:
+                transfers.pool.expect(records.numel(), len(layers) - index - 1 - len(placement.disk_experts), "weights")
         first = sum(quotas[:index])
         slots[first : first + quotas[index]].copy_(records[: quotas[index]])
         del records

@@ -17,6 +17,8 @@ from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Weight
 from spillover.memory.managed.emulated import EmulatedMemory
 from spillover.memory.managed.pages import ManagedMemory
+from spillover.memory.shared_pool.weights import SharedWeights
+from spillover.memory.shared_pool.wire import socket_path
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.transfers import Transfers
@@ -29,6 +31,7 @@ from spillover.models.sharding.shard import Cuts
 from spillover.models.sharding.shard_view import open_shard
 from spillover.models.weight_specs import WeightSpec, WeightSpecs, dequantized_experts, is_expert, kept_on
 from spillover.plan.planner import Plan
+from spillover.units import format_bytes
 
 log = logging.getLogger("spillover.engine")
 
@@ -75,13 +78,22 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
         # Held open for as long as the engine runs.
         checkpoint = open_shard(open_checkpoint(path), cuts or {})
         disk = DiskWeights(PartReader(checkpoint, model, specs, getattr(torch, plan.dtype)))
+    shared = None
+    if config.host_pool is not None and plan.host_weight_bytes:
+        shared = SharedWeights(socket_path(config.host_pool), transfers.pool)
+    weights: EngineWeights
     if isinstance(transfers, CudaTransfers):
         from spillover.engine.cuda.cuda_placement import place_on_cuda  # needs Triton
 
-        return place_on_cuda(parts, plan, config, model, disk, transfers)
-    # Ranks lend no slots to KV, so that their pools lie elsewhere.
-    beside = plan.kv_bytes if config.tensor_parallel_size == 1 else 0
-    return place_on_cpu(parts, placement, config.policy, transfers, disk, beside)
+        weights = place_on_cuda(parts, plan, config, model, disk, transfers, shared)
+    else:
+        # Ranks lend no slots to KV, so that their pools lie elsewhere.
+        beside = plan.kv_bytes if config.tensor_parallel_size == 1 else 0
+        weights = place_on_cpu(parts, placement, config.policy, transfers, disk, beside, shared)
+    if shared is not None and shared.nbytes:
+        log.info("%s of weights are in the shared pool, of which %s were there already",
+                 format_bytes(shared.nbytes), format_bytes(shared.found_bytes))
+    return weights
 
 
 def _managed_memory(config: EngineConfig, plan: Plan, transfers: Transfers) -> ManagedMemory:

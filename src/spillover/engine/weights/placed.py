@@ -24,6 +24,7 @@ from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Weight
 from spillover.kernels.moe.moe import LayerExperts
 from spillover.kernels.moe.records import Record, tensors_of
+from spillover.memory.shared_pool.weights import SharedWeights
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.weight_specs import layer_part
 from spillover.models.weights import PartWeights, ResidentWeights, Weights, one_expert_of, split_experts
@@ -85,7 +86,10 @@ class PlacedParts:
     """Parts as they come from the loader, put where the plan says."""
 
     def __init__(self, placement: WeightPlan, device: torch.device, transfers: Transfers,
-                 disk: DiskWeights | None) -> None:
+                 disk: DiskWeights | None, shared: SharedWeights | None = None) -> None:
+        """Begin without parts. `shared`: keeps what goes to host memory, once for all engines of the machine."""
+        self.shared = shared
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self.placement = placement
         self.device = device
         self.transfers = transfers
@@ -116,8 +120,8 @@ class PlacedParts:
             return None
         self.expert_runs[layer] = None
         if layer not in self.placement.disk_experts:
-            run = self._host(records.numel()).view(records.shape)
-            self.expert_runs[layer] = run.copy_(records)
+            run = self._host(records.numel(), lambda run: run.view(records.shape).copy_(records))
+            self.expert_runs[layer] = run.view(records.shape)
         return records
 
     def expert_source(self, layer: int, expert: int) -> Source:
@@ -144,12 +148,22 @@ class PlacedParts:
         buffers = [torch.empty(max(sizes.values()), dtype=torch.uint8, device=self.device) for _ in range(count)]
         return Ring(buffers, list(self.units), sizes, self._unit_source, self.transfers, ahead=count > 1)
 
-    def _host(self, nbytes: int) -> Tensor:
-        """Take host memory for weights, which the device may read."""
+    def _host(self, nbytes: int, write: Callable[[Tensor], object]) -> Tensor:
+        """Put weights in host memory, which the device may read. `write` writes their bytes."""
+        if self.shared is not None:
+            if len(self._scratch) < nbytes:
+                self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+            content = self._scratch[:nbytes].zero_()  # between weights, too: what is the same must look the same
+            write(content)
+            kept = self.shared.keep(content.numpy().data)
+            if kept is not None:
+                return torch.frombuffer(kept, dtype=torch.uint8)
         try:
-            return torch.frombuffer(self.transfers.pool.allocate(nbytes, "weights", pinned=True), dtype=torch.uint8)
+            run = torch.frombuffer(self.transfers.pool.allocate(nbytes, "weights", pinned=True), dtype=torch.uint8)
         except MemoryError as error:
             raise SpilloverError(f"{error}; raise --host-memory") from error
+        write(run)
+        return run
 
     def _unit_source(self, part: str) -> Source:
         unit, disk = self.units[part], self.disk
@@ -163,7 +177,8 @@ class PlacedParts:
         data = tensors_of(next(iter(experts.values())))[0]
         record = self.expert_record = self.expert_record or Record.of(one_expert_of(experts, 0))
         self.num_experts = data.shape[0]
-        records = torch.empty(self.num_experts, record.nbytes, dtype=torch.uint8, device=data.device)
+        make = torch.empty if self.shared is None else torch.zeros
+        records = make(self.num_experts, record.nbytes, dtype=torch.uint8, device=data.device)
         record.write_stacks(experts, records)
         return records
 
@@ -173,13 +188,15 @@ class PlacedParts:
         expert_record = self.expert_record if experts is not None else None
         run = None
         if not on_disk:
-            run = self._host(unit_bytes(own_record, expert_record, count))
-            start = 0
-            if own_record is not None:
-                start = own_record.nbytes
-                own_record.write(own, run[:start])
-            if experts is not None:
-                run[start:].view(experts.shape).copy_(experts)
+            def write(run: Tensor) -> None:
+                start = 0
+                if own_record is not None:
+                    start = own_record.nbytes
+                    own_record.write(own, run[:start])
+                if experts is not None:
+                    run[start:].view(experts.shape).copy_(experts)
+
+            run = self._host(unit_bytes(own_record, expert_record, count), write)
         self.units[part] = Unit(own_record, expert_record, count, run)
 
 
@@ -256,7 +273,7 @@ class PlacedWeights:
         self.experts = experts
         self.graphs = graphs or GraphAware()
         self._resident = ResidentWeights(placed.resident, placed.experts)
-        self._pool, self._disk = placed.transfers.pool, placed.disk
+        self._pool, self._disk, self._shared = placed.transfers.pool, placed.disk, placed.shared
         self._ring = placed.ring()
         # By part that passes through the ring: its weights in each buffer.
         self._bound = {} if self._ring is None else {
@@ -304,9 +321,13 @@ class PlacedWeights:
 
     @property
     def host_bytes(self) -> int:
-        return self._pool.bytes_by_use.get("weights", 0)
+        """Return the bytes in host memory, those in a shared pool too."""
+        shared = self._shared.nbytes if self._shared is not None else 0
+        return self._pool.bytes_by_use.get("weights", 0) + shared
 
     def close(self) -> None:
         if self.experts is not None:
             self.experts.close()
+        if self._shared is not None:
+            self._shared.close()
 

@@ -93,6 +93,15 @@ class Connection:
             raise PoolUnavailableError("the owner sent no memory")
         return welcome, descriptors[0]
 
+    def keep(self, request: wire.Keep, deadline: float) -> tuple[wire.Kept, int | None]:
+        """Return the owner's answer, and the run's memory, if any, as a file descriptor that is the caller's to
+        close."""
+        kept, descriptors = self._talk(request, wire.Kept, deadline, descriptors=1)
+        if len(descriptors) != (kept.state in (wire.NEW, wire.READY)):
+            self._give_up(descriptors)
+            raise PoolUnavailableError("the owner sent no memory")
+        return kept, descriptors[0] if descriptors else None
+
     def close(self) -> None:
         self._socket.close()
 

@@ -111,6 +111,7 @@ class PoolIndex:
                  clock: Callable[[], float] = time.monotonic) -> None:
         """Keep the books of `capacity` bytes. `prepare` makes sure of a slab's memory when it is first used; where it
         cannot, the pool stays as large as it got."""
+        self.reclaim: Callable[[], object] = lambda: None  # asked for a slab when none is left
         self.slab_bytes = slab_bytes or slab_size(capacity)
         self.capacity = capacity // self.slab_bytes * self.slab_bytes
         if not self.capacity:
@@ -276,6 +277,24 @@ class PoolIndex:
             self._forget(block)
         return count
 
+    # Room for something else than blocks
+
+    @property
+    def unused(self) -> int:
+        """Return the slabs that no block has used yet."""
+        return len(self._unused)
+
+    def lend(self, slabs: int) -> None:
+        """Give up n slabs that no block has used."""
+        assert 0 <= slabs <= len(self._unused)
+        del self._unused[:slabs]  # those with the highest numbers
+        self.capacity -= slabs * self.slab_bytes
+
+    def take_back(self, slabs: int) -> None:
+        first = self.capacity // self.slab_bytes
+        self._unused[:0] = reversed(range(first, first + slabs))
+        self.capacity += slabs * self.slab_bytes
+
     # Numbers
 
     def offset(self, block: Block) -> int:
@@ -341,6 +360,8 @@ class PoolIndex:
         return True
 
     def _prepared(self) -> int | None:
+        if not self._unused:
+            self.reclaim()
         if not self._unused:
             return None
         if self._prepare(self._unused[-1]):

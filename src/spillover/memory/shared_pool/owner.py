@@ -24,6 +24,7 @@ import msgspec
 from spillover.errors import SpilloverError
 from spillover.memory.shared_pool import wire
 from spillover.memory.shared_pool.index import Client, Model, PoolIndex
+from spillover.memory.shared_pool.runs import PoolRuns
 from spillover.units import format_bytes
 
 log = logging.getLogger("spillover.memory")
@@ -46,6 +47,9 @@ class PoolOwner:
             self._memory = stack.enter_context(_Memory())
             self.index = PoolIndex(capacity, prepare=self._prepare)
             self._memory.resize(self.index.capacity)
+            self.runs = PoolRuns(self.index, _make_run)
+            stack.callback(self.runs.close)
+            self.index.reclaim = lambda: self.runs.make_room(1)
             self._listening = stack.enter_context(_listen(path))
             self._waking, self._woken = (stack.enter_context(end) for end in socket.socketpair())
             self._selector = stack.enter_context(selectors.DefaultSelector())
@@ -129,6 +133,7 @@ class PoolOwner:
         if connection.client is not None:
             self.index.leave(connection.client)
             connection.client = None
+        self.runs.leave(connection)
 
     # Messages
 
@@ -140,6 +145,10 @@ class PoolOwner:
             return self.report(connection.client.model if connection.client is not None else None), None
         if isinstance(request, wire.Evict):
             return self._evict(connection.client, request), None
+        if isinstance(request, wire.Keep):
+            return self._keep(connection, request)
+        if isinstance(request, wire.Written):
+            return wire.Count(int(self.runs.written(connection, (request.digest, request.nbytes)))), None
         client = connection.client
         if client is None:
             raise ValueError("blocks before a greeting")
@@ -147,8 +156,7 @@ class PoolOwner:
 
     def _welcome(self, connection: _Connection, hello: wire.Hello) -> tuple[wire.Reply, int | None]:
         if hello.version != wire.VERSION:
-            return wire.Refused(f"the pool's owner speaks version {wire.VERSION} and not {hello.version}; start it "
-                                "again with the same release"), None
+            return _other_version(hello.version), None
         if connection.client is not None:
             raise ValueError("a second greeting")
         try:
@@ -157,6 +165,19 @@ class PoolOwner:
             return wire.Refused(str(error)), None
         connection.engine = hello.engine
         return wire.Welcome(self.generation, self._memory.size, self.index.slab_bytes), self._memory.fd
+
+    def _keep(self, connection: _Connection, request: wire.Keep) -> tuple[wire.Reply, int | None]:
+        if request.version != wire.VERSION:
+            return _other_version(request.version), None
+        if request.nbytes < 1:
+            raise ValueError(f"a run of {request.nbytes} bytes")
+        connection.engine = request.engine
+        run = self.runs.take(connection, (request.digest, request.nbytes))
+        if run is None:
+            return wire.Kept(wire.FULL), None
+        if connection not in run.users:
+            return wire.Kept(wire.BUSY), None
+        return wire.Kept(wire.READY if run.written else wire.NEW), run.fd
 
     def _use(self, client: Client, request: wire.Request) -> wire.Reply:
         index = self.index
@@ -200,7 +221,8 @@ class PoolOwner:
             evictions=model.evictions, last_use=model.last_use) for model in listed]
         return wire.Report(pid=os.getpid(), capacity=self.index.capacity, used=self.index.used_bytes,
                            prepared=self.index.prepared_bytes, engines=len(set().union(*engines.values())),
-                           uptime=time.monotonic() - self._started, models=models)
+                           uptime=time.monotonic() - self._started, models=models, weights=self.runs.nbytes,
+                           weights_used=sum(run.name[1] for run in self.runs if run.users))
 
     def _prepare(self, slab: int) -> bool:
         done = self._memory.prepare(slab * self.index.slab_bytes, self.index.slab_bytes)
@@ -286,6 +308,23 @@ class _Memory:
         if self._map is not None:
             self._map.close()
         os.close(self.fd)
+
+
+def _other_version(theirs: int) -> wire.Refused:
+    return wire.Refused(f"the pool's owner speaks version {wire.VERSION} and not {theirs}; start it again with the "
+                        "same release")
+
+
+def _make_run(nbytes: int) -> int:
+    """Make a file in memory that nobody can make shorter; who writes it makes its pages."""
+    fd = os.memfd_create("spillover-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def map_memory(fd: int, size: int) -> mmap.mmap:

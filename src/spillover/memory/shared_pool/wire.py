@@ -73,7 +73,24 @@ class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
     """Ask for a Report: of the client's model or, for a client without one, of all. Also whether the owner is there."""
 
 
-Request = Hello | Find | Take | Publish | Pin | Release | Evict | Clear | Ask
+class Keep(msgspec.Struct, tag="keep", array_like=True, frozen=True):
+    """Ask for a run of bytes that engines keep once: weights. The answer is Kept, with the run's file descriptor beside
+    it unless it is BUSY or FULL. The run is the connection's until that closes."""
+
+    version: int
+    digest: bytes
+    nbytes: int
+    engine: str
+
+
+class Written(msgspec.Struct, tag="written", array_like=True, frozen=True):
+    """Let others have a run that was to be written."""
+
+    digest: bytes
+    nbytes: int
+
+
+Request = Hello | Find | Take | Publish | Pin | Release | Evict | Clear | Ask | Keep | Written
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
@@ -102,6 +119,16 @@ class Count(msgspec.Struct, tag="count", array_like=True, frozen=True):
     count: int
 
 
+NEW = "new"  # of a run: to be written
+READY = "ready"
+BUSY = "busy"  # another engine is writing it
+FULL = "full"
+
+
+class Kept(msgspec.Struct, tag="kept", array_like=True, frozen=True):
+    state: str  # NEW, READY, BUSY or FULL
+
+
 class ModelReport(msgspec.Struct, frozen=True):
     identity: str
     description: dict[str, str]
@@ -124,9 +151,11 @@ class Report(msgspec.Struct, tag="report", array_like=True, frozen=True):
     engines: int
     uptime: float
     models: list[ModelReport]
+    weights: int  # bytes of weights, for which `capacity` is smaller
+    weights_used: int  # bytes of those that an engine has
 
 
-Reply = Welcome | Refused | Found | Places | Pinned | Count | Report
+Reply = Welcome | Refused | Found | Places | Pinned | Count | Report | Kept
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -134,30 +134,33 @@ class HostPool:
         """Give back, or keep for the next pool, all memory of a use; no copy of it may be running."""
         self._drop([slab for slab in self._slabs.slabs if slab.use == use])
 
-    def adopt(self, memory: memoryview, piece_bytes: int) -> None:
+    def adopt(self, memory: memoryview, piece_bytes: int, use: str = "pool") -> None:
         """Let copies use memory of another owner until `disown`: a piece is pinned by the first copy that meets it. It
         does not count for the budget, and no copy may reach from one piece into the next."""
         if self._pinner is None:
             return
         start = address_of(memory)
-        pieces = [_Slab(memory[at : at + piece_bytes], start + at, "adopted")
+        pieces = [_Slab(memory[at : at + piece_bytes], start + at, use)
                   for at in range(0, memory.nbytes, piece_bytes)]
         with self._lock:
             for piece in pieces:
                 self._slabs = self._slabs.with_one(piece)
 
+    def adopt_pinned(self, memory: memoryview) -> bool:
+        """Adopt weights as one piece until `close`, and pin them now; return whether the device can read them."""
+        if self._pinner is None:
+            return True
+        self.adopt(memory, memory.nbytes, "shared weights")
+        if self.pin([address_of(memory)]):
+            return True
+        self.disown(memory)
+        return False
+
     def disown(self, memory: memoryview) -> None:
         """Forget memory that `adopt` was given; no copy of it may be running."""
-        if self._pinner is None:
-            return
-        start = address_of(memory)
-        with self._lock:
-            pieces = [slab for slab in self._slabs.slabs if start <= slab.address < start + memory.nbytes]
-            self._slabs = self._slabs.without({piece.address for piece in pieces})
-        for piece in pieces:
-            if piece.pinned:
-                self._pinner.unregister(piece.address)
-            piece.memory.release()
+        if self._pinner is not None:
+            start = address_of(memory)
+            self._let_go([slab for slab in self._slabs.slabs if start <= slab.address < start + memory.nbytes])
 
     def pin(self, addresses: Sequence[int] | npt.NDArray[np.int64]) -> bool:
         """Pin the slabs that these addresses lie in, if they are not; return whether all of them are pinned now.
@@ -180,6 +183,7 @@ class HostPool:
         self._threads.shutdown()
         self.release("weights")
         self.release("sleep")
+        self._let_go([slab for slab in self._slabs.slabs if slab.use == "shared weights"])
 
     def _take(self, nbytes: int, use: str, pinned: bool) -> _Slab:
         """Take a slab that was kept or expected, or make one."""
@@ -216,6 +220,15 @@ class HostPool:
                 self._kept.setdefault(slab.memory.nbytes, []).append(slab)
             elif slab.pinned and self._pinner is not None:
                 self._pinner.unregister(slab.address)
+
+    def _let_go(self, pieces: Sequence[_Slab]) -> None:
+        """Forget memory that others own."""
+        with self._lock:
+            self._slabs = self._slabs.without({piece.address for piece in pieces})
+        for piece in pieces:
+            if piece.pinned and self._pinner is not None:
+                self._pinner.unregister(piece.address)
+            piece.memory.release()
 
     def _pin(self, slab: _Slab) -> bool:
         if self._pinner is None:

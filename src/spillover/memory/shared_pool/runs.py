@@ -1,0 +1,103 @@
+"""The books of weights in a shared pool: runs of bytes that engines keep once, found by what they contain.
+
+A run is a file in memory of its own, paid for with slabs that no block has used yet: those that blocks have used may be
+pinned by an engine, and cannot be given back to the system. A run that nobody has any more stays, for an engine that is
+started again, until the room is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from spillover.memory.shared_pool.index import PoolIndex
+
+Name = tuple[bytes, int]  # digest of the bytes, and how many
+
+
+@dataclass(eq=False)
+class Run:
+    name: Name
+    fd: int
+    slabs: int  # that it is paid for with
+    written: bool = False
+    users: set[object] = field(default_factory=set)  # connections; the first of them writes it
+    last_use: float = field(default_factory=time.monotonic)
+
+
+class PoolRuns:
+    def __init__(self, index: PoolIndex, make: Callable[[int], int]) -> None:
+        """Keep the books. `make`: makes a file of n bytes and returns its descriptor; OSError where it cannot."""
+        self._index = index
+        self._make = make
+        self._runs: dict[Name, Run] = {}
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._runs.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(run.name[1] for run in self)
+
+    def take(self, user: object, name: Name) -> Run | None:
+        """Return the run, which is the user's until it leaves: to be written, if it is new. None: no room for it."""
+        run = self._runs.get(name)
+        if run is None:
+            run = self._new(name)
+            if run is None:
+                return None
+        elif not run.written and user not in run.users:
+            return run  # another writes it: to be asked for again
+        run.users.add(user)
+        run.last_use = time.monotonic()
+        return run
+
+    def written(self, user: object, name: Name) -> bool:
+        """Let others have the run that the user has written."""
+        run = self._runs.get(name)
+        if run is None or run.written or user not in run.users:
+            return False
+        run.written = True
+        return True
+
+    def leave(self, user: object) -> None:
+        """Take back all that a user had; what it has not written to the end is forgotten."""
+        for run in list(self):
+            if user in run.users:
+                run.users.remove(user)
+                run.last_use = time.monotonic()
+                if not run.written:
+                    self._drop(run)
+
+    def make_room(self, slabs: int) -> bool:
+        """Forget runs that nobody has, the oldest first, until there are n slabs that no block has used; return whether
+        there are."""
+        idle = sorted((run for run in self if not run.users), key=lambda run: run.last_use)
+        while self._index.unused < slabs and idle:
+            self._drop(idle.pop(0))
+        return self._index.unused >= slabs
+
+    def close(self) -> None:
+        for run in list(self):
+            self._drop(run)
+
+    def _new(self, name: Name) -> Run | None:
+        slabs = -(-name[1] // self._index.slab_bytes)
+        if not self.make_room(slabs):
+            return None
+        try:
+            fd = self._make(name[1])
+        except OSError:
+            return None
+        self._index.lend(slabs)
+        run = self._runs[name] = Run(name, fd, slabs)
+        return run
+
+    def _drop(self, run: Run) -> None:
+        del self._runs[run.name]
+        self._index.take_back(run.slabs)
+        with contextlib.suppress(OSError):
+            os.close(run.fd)

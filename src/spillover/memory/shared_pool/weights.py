@@ -1,0 +1,104 @@
+"""Weights off the device that all engines of a machine keep once: an engine's end of a pool's runs.
+
+Runs are found by what they contain, and what is found is compared with what is wanted: replicas, ranks and an engine
+that is started again have the same memory wherever their bytes are the same, and only there. Where the pool has no room
+or does not answer, an engine keeps its weights itself. An owner that dies takes nothing away: memory stays mapped here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import time
+import uuid
+from pathlib import Path
+
+import xxhash
+
+from spillover.kernels.huge_pages import address_of
+from spillover.memory.shared_pool import wire
+from spillover.memory.shared_pool.client import Connection, PoolUnavailableError
+from spillover.memory.shared_pool.owner import POPULATE_WRITE, map_memory
+from spillover.memory.transfer.host_pool import HostPool
+from spillover.units import format_bytes
+
+log = logging.getLogger("spillover.memory")
+
+ANSWER_SECONDS = 5.0
+BUSY_SECONDS = 30.0  # at most, for another engine that writes the same run
+AGAIN_SECONDS = 0.005
+
+
+class SharedWeights:
+    """The runs of one engine, which are its own until `close`."""
+
+    def __init__(self, path: Path, host: HostPool, seconds: float = ANSWER_SECONDS) -> None:
+        """Connect with the first run. `host`: which pins them for the device."""
+        self.nbytes = 0  # in the pool
+        self.found_bytes = 0  # of them that were there before
+        self._path = path
+        self._host = host
+        self._seconds = seconds
+        self._engine = uuid.uuid4().hex
+        self._connection: Connection | None = None
+        self._gave_up = False
+
+    def keep(self, content: memoryview) -> memoryview | None:
+        """Return memory of the pool with exactly these bytes; None where the pool cannot have them."""
+        if self._gave_up:
+            return None
+        try:
+            memory = self._mapped(content)
+        except (PoolUnavailableError, OSError) as error:
+            self._give_up(str(error))
+            return None
+        if memory is None:
+            self._give_up(f"no room for {format_bytes(content.nbytes)}")
+            return None
+        self.nbytes += memory.nbytes
+        return memory
+
+    def close(self) -> None:
+        """Give up all runs: the pool may forget them. They stay mapped for as long as they are used here."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _mapped(self, content: memoryview) -> memoryview | None:
+        digest, give_up = xxhash.xxh3_128_digest(content), time.monotonic() + BUSY_SECONDS
+        connection = self._connection = self._connection or Connection(self._path, self._seconds)
+        while True:
+            kept, fd = connection.keep(wire.Keep(wire.VERSION, digest, content.nbytes, self._engine),
+                                       time.monotonic() + self._seconds)
+            if fd is not None:
+                break
+            if kept.state == wire.FULL or time.monotonic() >= give_up:
+                return None
+            time.sleep(AGAIN_SECONDS)
+        try:
+            mapped = map_memory(fd, content.nbytes)
+        finally:
+            os.close(fd)
+        memory = memoryview(mapped)
+        if kept.state == wire.NEW:
+            mapped.madvise(POPULATE_WRITE, 0, content.nbytes)  # fails where there is no memory, instead of at a touch
+            ctypes.memmove(address_of(memory), address_of(content), content.nbytes)
+            connection.ask(wire.Written(digest, content.nbytes), wire.Count, time.monotonic() + self._seconds)
+        elif _differs(memory, content):
+            raise PoolUnavailableError("what it has is not what it should be")
+        else:
+            self.found_bytes += content.nbytes
+        if not self._host.adopt_pinned(memory):
+            raise PoolUnavailableError("its memory could not be pinned; raise the limit of locked memory (ulimit -l)")
+        return memory
+
+    def _give_up(self, reason: str) -> None:
+        self._gave_up = True
+        log.warning("weights that are not on the device are kept by this engine alone and not in the shared pool at "
+                    "%s: %s", self._path, reason)
+
+
+def _differs(one: memoryview, other: memoryview) -> bool:
+    memcmp = ctypes.CDLL(None).memcmp
+    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    return bool(memcmp(address_of(one), address_of(other), one.nbytes))
