@@ -22,7 +22,8 @@ def pool() -> None:
 
 @pool.command()
 @click.option("--memory", required=True, metavar="SIZE", help="Budget for KV and weights of all models together: a "
-              f"size such as 64GB ({UNITS_HELP}), or a share of the machine's memory such as 50%. It is taken as it is needed and kept.")
+              f"size such as 64GB ({UNITS_HELP}), or a share of the machine's memory such as 50%. It is taken as it is "
+              "needed and kept.")
 @click.option("--socket", default="auto", metavar="PATH", help="Where engines find it, in a folder that only you can "
               "reach; auto is one place for each user, which --host-pool auto knows.")
 def serve(memory: str, socket: str) -> None:
