@@ -11,7 +11,7 @@ from spillover.memory.tiers.disks import Disks
 from support.disk_calls import PAYLOAD, open_disk, room_for, some_blocks
 from support.tier_calls import block_key, close, get, has, put
 
-SIZES = {"a": 8, "b": 16, "c": 32}
+SIZES = {"a": 24, "b": 48, "c": 96}  # slots: any disk can take all that a test puts in at once
 
 
 def open_striped(root: Path, names: str = "abc") -> Disks:
