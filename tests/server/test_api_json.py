@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillover.server.api.errors import ApiError
-from spillover.server.api.json_body import parse_json
-from spillover.server.api.json_scan import MAX_DEPTH
+from spillover.server.api.requests.json_body import parse_json
+from spillover.server.api.requests.json_scan import MAX_DEPTH
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
                       | st.text(st.characters(codec="utf-8")),

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request as HttpRequest
 
 from spillover.server.api.errors import ApiError
-from spillover.server.api.json_scan import MAX_DEPTH, VALUES_PER_CONTAINER, VALUES_PER_FIELD, check_shape
+from spillover.server.api.requests.json_scan import MAX_DEPTH, VALUES_PER_CONTAINER, VALUES_PER_FIELD, check_shape
 from spillover.server.app import make_app
 from spillover.server.front import INLINE_BYTES, LARGE_BYTES, prepare
 from spillover.server.settings import ServerSettings

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillover.server.api.response_store import ResponseStore
+from spillover.server.api.answers.response_store import ResponseStore
 from spillover.server.schemas.schemas_chat import ChatMessage
 from spillover.server.schemas.schemas_responses import ResponsesAnswer
 from support.running_server import Server

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spillover.server.api.sampling import Context, sampling_params
+from spillover.server.api.requests.sampling import Context, sampling_params
 from spillover.server.schemas.schemas_completions import CompletionRequest
 from support.running_server import Server
 

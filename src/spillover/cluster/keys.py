@@ -16,7 +16,7 @@ from spillover.memory.kv.digest import TOKEN_BYTES, block_digest, packed, root_d
 from spillover.memory.kv.event_wire import block_hash
 from spillover.models.literal_text import LiteralText
 from spillover.models.tokenizer import Tokenizer
-from spillover.server.api.conversation import prompt_text
+from spillover.server.api.requests.conversation import prompt_text
 from spillover.server.api.tools import tool_use
 from spillover.server.schemas.schemas_chat import ChatRequest
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from spillover.server.api.answers.generation import Job
 from spillover.server.api.errors import ApiError, error_response
-from spillover.server.api.generation import Job
 from spillover.server.api.probes import PROBES
 from spillover.server.front import Front
 from spillover.units import format_bytes

@@ -8,9 +8,9 @@ from starlette.middleware.cors import CORSMiddleware
 import spillover
 from spillover.server.access import BodyLimit, RequestLog
 from spillover.server.api import admin, chat, completions, kv_info, probes, responses
+from spillover.server.api.answers.response_store import ResponseStore
 from spillover.server.api.documents import describe
 from spillover.server.api.errors import LastResort, add_error_handlers
-from spillover.server.api.response_store import ResponseStore
 from spillover.server.auth import ANONYMOUS, ApiKeys, KeyRing
 from spillover.server.engine.async_llm import AsyncLLM
 from spillover.server.front import Front

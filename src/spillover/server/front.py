@@ -16,9 +16,9 @@ from spillover.engine.output.output_processor import Answer
 from spillover.errors import EngineDead
 from spillover.models.literal_text import LiteralText
 from spillover.models.tokenizer import Tokenizer
+from spillover.server.api.answers.token_text import TokenTexts
 from spillover.server.api.errors import ApiError
-from spillover.server.api.sampling import Context
-from spillover.server.api.token_text import TokenTexts
+from spillover.server.api.requests.sampling import Context
 from spillover.server.engine.async_llm import AsyncLLM
 from spillover.server.settings import ServerSettings
 from spillover.server.telemetry.usage import Usage

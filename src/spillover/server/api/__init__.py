@@ -1,1 +1,1 @@
-"""The routes and what they make of requests and answers."""
+"""The routes, one file a group of paths; `requests` has what they make of a body, `answers` what they send back."""

@@ -9,11 +9,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import spillover
-from spillover.server.api.conversation import prompt_ids
+from spillover.server.api.answers.sse import encode
 from spillover.server.api.documents import body_of, refusals
 from spillover.server.api.errors import ApiError
-from spillover.server.api.json_body import JsonBody
-from spillover.server.api.sse import encode
+from spillover.server.api.requests.conversation import prompt_ids
+from spillover.server.api.requests.json_body import JsonBody
 from spillover.server.front import Front, front_of, prepare
 from spillover.server.schemas.schemas_admin import (
     DetokenizeRequest,

@@ -12,15 +12,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from spillover.engine.output.output_processor import Answer
-from spillover.server.api.conversation import prompt_ids
+from spillover.server.api.answers.generation import Job, changes, collect
+from spillover.server.api.answers.logprobs import chat_logprobs, prompt_rows
+from spillover.server.api.answers.pieces import Cursor, Piece, note_counts, timings, usage
+from spillover.server.api.answers.sse import DONE, MARK, EventStream, TextChunk, encode, event
 from spillover.server.api.documents import STREAMED, body_of, refusals
 from spillover.server.api.errors import ApiError
-from spillover.server.api.generation import Job, changes, collect
-from spillover.server.api.json_body import JsonBody
-from spillover.server.api.logprobs import chat_logprobs, prompt_rows
-from spillover.server.api.pieces import Cursor, Piece, note_counts, timings, usage
-from spillover.server.api.sampling import answer_room, sampling_params, structured_outputs
-from spillover.server.api.sse import DONE, MARK, EventStream, TextChunk, encode, event
+from spillover.server.api.requests.conversation import prompt_ids
+from spillover.server.api.requests.json_body import JsonBody
+from spillover.server.api.requests.sampling import answer_room, sampling_params, structured_outputs
 from spillover.server.api.tools import Delta, Reader, ToolUse, read_all, tool_use
 from spillover.server.front import Front, front_of, prepare, wants_timings
 from spillover.server.schemas.schemas_chat import ChatRequest, ChatResponse

@@ -13,15 +13,15 @@ from starlette.responses import Response
 
 from spillover.engine.output.output_processor import Answer
 from spillover.engine.output.outputs import PositionLogprobs
+from spillover.server.api.answers.generation import Job, changes, collect
+from spillover.server.api.answers.logprobs import legacy_logprobs, prompt_rows
+from spillover.server.api.answers.pieces import Cursor, Piece, note_counts, timings, usage
+from spillover.server.api.answers.sse import DONE, MARK, EventStream, TextChunk, encode, event
+from spillover.server.api.answers.token_text import TextOffsets
 from spillover.server.api.documents import STREAMED, body_of, refusals
 from spillover.server.api.errors import ApiError
-from spillover.server.api.generation import Job, changes, collect
-from spillover.server.api.json_body import JsonBody
-from spillover.server.api.logprobs import legacy_logprobs, prompt_rows
-from spillover.server.api.pieces import Cursor, Piece, note_counts, timings, usage
-from spillover.server.api.sampling import answer_room, sampling_params, structured_outputs
-from spillover.server.api.sse import DONE, MARK, EventStream, TextChunk, encode, event
-from spillover.server.api.token_text import TextOffsets
+from spillover.server.api.requests.json_body import JsonBody
+from spillover.server.api.requests.sampling import answer_room, sampling_params, structured_outputs
 from spillover.server.front import Front, front_of, prepare, wants_timings
 from spillover.server.schemas.schemas_completions import CompletionRequest, CompletionResponse
 

@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from spillover.server.api.answers.sse import encode
 from spillover.server.api.documents import refusals
 from spillover.server.api.errors import ApiError
-from spillover.server.api.sse import encode
 from spillover.server.front import front_of
 from spillover.server.schemas.schemas_admin import HealthResponse
 

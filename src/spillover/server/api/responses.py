@@ -12,16 +12,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from spillover.engine.requests.sampling_params import SamplingParams, StructuredOutputs
-from spillover.server.api.conversation import prompt_ids
+from spillover.server.api.answers.generation import Job, changes, collect
+from spillover.server.api.answers.pieces import Cursor, note_counts, timings, usage
+from spillover.server.api.answers.response_items import Event, Items, as_messages
+from spillover.server.api.answers.response_store import ResponseStore, StoredResponse, owner_of
+from spillover.server.api.answers.sse import EventStream, encode, named_event
 from spillover.server.api.documents import STREAMED, body_of, refusals
 from spillover.server.api.errors import ApiError, as_api_error
-from spillover.server.api.generation import Job, changes, collect
-from spillover.server.api.json_body import JsonBody
-from spillover.server.api.pieces import Cursor, note_counts, timings, usage
-from spillover.server.api.response_items import Event, Items, as_messages
-from spillover.server.api.response_store import ResponseStore, StoredResponse, owner_of
-from spillover.server.api.sampling import answer_room, kv_coming
-from spillover.server.api.sse import EventStream, encode, named_event
+from spillover.server.api.requests.conversation import prompt_ids
+from spillover.server.api.requests.json_body import JsonBody
+from spillover.server.api.requests.sampling import answer_room, kv_coming
 from spillover.server.api.tools import Delta, ToolUse, tool_use
 from spillover.server.front import Front, front_of, prepare, wants_timings
 from spillover.server.schemas.schemas_chat import ChatMessage, ConversationFields

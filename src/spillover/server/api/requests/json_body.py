@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from spillover.errors import did_you_mean
 from spillover.server.api.errors import ApiError, field_path, validation_error
-from spillover.server.api.json_scan import check_shape
+from spillover.server.api.requests.json_scan import check_shape
 from spillover.server.front import front_of, prepare
 
 Model = TypeVar("Model", bound=BaseModel)

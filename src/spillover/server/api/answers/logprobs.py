@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spillover.engine.output.outputs import Logprob, PositionLogprobs
-from spillover.server.api.token_text import TextOffsets, TokenTexts
+from spillover.server.api.answers.token_text import TextOffsets, TokenTexts
 
 LOWEST = -9999.0  # what stands for minus infinity, which JSON has not
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from spillover.engine.output.outputs import PositionLogprobs, TokenSources
 from spillover.engine.requests.request import Request
-from spillover.server.api.generation import Job
+from spillover.server.api.answers.generation import Job
 
 
 @dataclass(frozen=True, slots=True)
