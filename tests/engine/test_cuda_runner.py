@@ -25,6 +25,7 @@ from spillover.engine.cuda import graphs
 from spillover.engine.cuda.cuda_runner import CudaRunner
 from spillover.engine.cuda.decode_inputs import DecodeInputs
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
+from spillover.engine.cuda.step_writer import StepWriter
 from spillover.engine.output.outputs import RequestOutput
 from spillover.engine.speculation.head_drafter import HeadDrafter
 from spillover.kernels.triton.attention import ordered_splits
@@ -98,21 +99,21 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def check_templates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on what a template sends is held against the same step written as any other; returns their rows."""
     rows: list[int] = []
-    runners: list[CudaRunner] = []
-    sent, made = DecodeInputs.send, CudaRunner._template
+    writers: list[StepWriter] = []
+    sent, made = DecodeInputs.send, StepWriter._template
 
-    def template(runner: CudaRunner, shape: Any) -> DecodeInputs:
-        runners[:] = [runner]
-        return made(runner, shape)
+    def template(writer: StepWriter, shape: Any) -> DecodeInputs:
+        writers[:] = [writer]
+        return made(writer, shape)
 
     def send(template: DecodeInputs, items: Any, result_row: int, updates: Any) -> int | None:
         place = sent(template, items, result_row, updates)
-        inputs, runner = runners[0]._inputs, runners[0]
+        inputs, writer = writers[0].inputs, writers[0]
         found = inputs._device.numpy().copy()
         if place is not None:
             assert found[place:place + updates.nbytes].tobytes() == updates.tobytes()
         inputs.begin()
-        offsets, _ = runner._write(items, template.offsets.shape)
+        offsets, _ = writer.write(items, template.offsets.shape, result_row)
         assert offsets == template.offsets
         pinned, buffer = inputs.pinned, inputs.buffer
         inputs.begin()  # back to the buffer before
@@ -137,7 +138,7 @@ def check_templates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return place
 
     monkeypatch.setattr(DecodeInputs, "send", send)
-    monkeypatch.setattr(CudaRunner, "_template", template)
+    monkeypatch.setattr(StepWriter, "_template", template)
     return rows
 
 

@@ -21,7 +21,7 @@ from spillover.engine.batch.draft_head import DraftHead, ReadsFeatures
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.batch.sampler import GREEDY, SampledLogprobs, SamplingBatch, sample
-from spillover.engine.batch.step_layout import ItemArrays, write_step
+from spillover.engine.batch.step_layout import ItemArrays
 from spillover.engine.batch.step_result import (
     PromptObserver,
     PromptRows,
@@ -32,17 +32,17 @@ from spillover.engine.batch.step_result import (
     to_device,
     to_result,
 )
-from spillover.engine.cuda.decode_inputs import UPDATE_BYTES, DecodeInputs
+from spillover.engine.cuda.decode_inputs import UPDATE_BYTES
 from spillover.engine.cuda.draft_passes import DraftPasses
 from spillover.engine.cuda.graphs import Graphs, GraphStats, Key
 from spillover.engine.cuda.sleeping_kv import SleepingKV
-from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape, table_updates
+from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepShape, table_updates
+from spillover.engine.cuda.step_writer import StepWriter
 from spillover.engine.step import DraftItem, Step, StepItem, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.triton.attention import ordered_splits
-from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES, prefill_tiles
 from spillover.kernels.triton.draw import draw
 from spillover.kernels.triton.step_upload import fill_tokens, update_tables
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
@@ -50,7 +50,6 @@ from spillover.memory.transfer.transfers import Transfers
 from spillover.models.layers import Decoder, KVViews, ModelStep
 
 FEW_UPDATES = UPDATE_BYTES // 8 - 4  # table entries that travel with the step; more of them have a copy of their own
-MAX_PREFILL_REQUESTS = 32  # requests with several rows in a step that is captured as a CUDA graph
 STEPS_KEPT = 4  # results on their way to the host, or there and not read yet
 
 i32, i64 = torch.int32, torch.int64
@@ -124,18 +123,8 @@ class CudaRunner:
         self._kv_dtype = kv_dtype
         self._stage = stage
         self._limits = limits
-        # Pieces of requests with a few rows: a row each of the scratch that serves single rows. Whole ones need none.
-        self._most_pieces = min(ordered_splits.MOST_ITEMS, ordered_splits.max_items(
-            limits.max_num_seqs + 1, limits.max_model_len, config.num_kv_heads) // ordered_splits.QUERIES)
-        self._most_short = max(self._most_pieces, limits.max_num_seqs + 1 if limits.draft_tokens else 0)
-        self._windows = [group.window for group in model.groups]
-        # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
-        self._padding_rows = min(TILE_QUERIES, limits.max_model_len)
-        # Requests with several rows in a captured step: where drafts are verified, that may be all of them.
-        self._most_several = max(MAX_PREFILL_REQUESTS, limits.max_num_seqs if limits.draft_tokens else 0)
-        self._offsets: dict[StepShape, InputOffsets] = {}  # of padded steps
-        self._inputs = StepInputs(self._input_bytes(), device)
-        self._templates: dict[int, DecodeInputs] = {}  # of steps that only decode, by rows
+        self._writer = StepWriter(model, limits, self.table, device)
+        self._inputs = self._writer.inputs
         requests = limits.max_num_seqs + 1
         items = ordered_splits.max_items(requests, limits.max_model_len, config.num_kv_heads)
         self._scratch = DecodeScratch.make(items, requests, config.num_heads, config.num_kv_heads, config.head_dim,
@@ -193,10 +182,8 @@ class CudaRunner:
                 if progress is not None:
                     progress(done, len(keys))
                 self.weights.graphs.begin_step(key.rows)
-                self._inputs.begin()
-                shape = self._prompt_shape(key.rows) if key.prompts else self._decode_shape(key.rows)
-                offsets, end = self._write(nothing, shape)
-                self._inputs.send(self._inputs.pinned, end)
+                shape = self._writer.prompt_shape(key.rows) if key.prompts else StepShape.decodes(key.rows)
+                offsets, _ = self._writer.send(nothing, shape, False, self._result_row)
                 self._graphs.run(key, partial(self._captured, offsets, key), at_once=True)
             if self._passes is not None:
                 self._passes.capture(self._graphs)
@@ -316,7 +303,7 @@ class CudaRunner:
         inputs, shape = self._inputs, offsets.shape
         positions, slots = inputs.array(offsets, "positions"), inputs.array(offsets, "slots")
         batches = []
-        for group in range(len(self._windows)):
+        for group in range(len(self.model.groups)):
             start, short = offsets.work[group], offsets.short[group]
             fields = ordered_splits.FIELDS
             work = DeviceWork(
@@ -365,17 +352,7 @@ class CudaRunner:
         plain = bool(table.plain[drawn].all())
         key, shape = self._choose_graph(items, decodes, plain, not prompts and not cold)
         few = table_updates(updates) if 0 < len(updates.blocks) <= FEW_UPDATES else None
-        self._inputs.begin()
-        place = None
-        if decodes and shape is not None:
-            template = self._template(shape)
-            place, offsets = template.send(items, self._result_row, few), template.offsets
-        else:
-            offsets, end = self._write(items, shape)
-            if few is not None:
-                place, end = offsets.end, offsets.end + few.nbytes
-                self._inputs.pinned.array(self._inputs.buffer, place, len(few))[:] = few
-            self._inputs.send(self._inputs.pinned, end)
+        offsets, place = self._writer.send(items, shape, decodes, self._result_row, few)
         table.set_draws(slots, drawn)
         table.set_rows(slots, items.starts, items.counts)
         if place is not None:
@@ -395,12 +372,12 @@ class CudaRunner:
         graphs, rows = self._graphs if capturable else None, items.num_rows
         shape = None
         if graphs is not None and decodes:
-            shape = self._decode_shape(rows if rows <= self.weights.graphs.max_unpadded_rows else graphs.size(rows))
-        elif graphs is not None and np.count_nonzero(items.counts > 1) <= self._most_several:
+            shape = StepShape.decodes(rows if rows <= self.weights.graphs.max_unpadded_rows else graphs.size(rows))
+        elif graphs is not None and np.count_nonzero(items.counts > 1) <= self._writer.most_several:
             padded = graphs.prompt_size(rows)
             if padded is not None and rows <= self.weights.graphs.max_unpadded_rows:
                 padded = rows
-            shape = None if padded is None else self._prompt_shape(padded)
+            shape = None if padded is None else self._writer.prompt_shape(padded)
         self.weights.graphs.begin_step(rows if shape is None else shape.rows)
         graph_version = None if shape is None else self.weights.graphs.graph_version(shape.rows)
         if shape is None or graph_version is None:
@@ -408,83 +385,6 @@ class CudaRunner:
         # Rows of decodes and drafts are all sampled from, and in their order.
         draws = plain and (decodes or items.num_rows == items.num_samples) and shape.rows == shape.samples
         return Key(shape.rows, draws, not decodes, graph_version), shape
-
-    def _decode_shape(self, size: int) -> StepShape:
-        """Return the shape of a step of `size` requests, padding included, that all decode one token."""
-        return StepShape(size, size, size)
-
-    def _prompt_shape(self, rows: int) -> StepShape:
-        """Return the padded shape of a prefill graph of `rows` rows. Unused attention tiles point at a request without
-        rows, appended last."""
-        most, piece = self._limits.max_num_seqs, self._padding_rows
-        pieces = -(-rows // piece)
-        tiles = pieces + 2 + min(self._most_several, rows // 2)
-        return StepShape(rows, most + pieces + 1, min(rows, self._limits.max_samples), tiles, piece, self._most_short)
-
-    def _own_shape(self, items: ItemArrays) -> StepShape:
-        """Return the shape of a step that is not padded."""
-        tiled = items.counts[items.counts > 1]
-        short = self._most_short if bool((tiled <= ordered_splits.QUERIES).any()) else 0
-        return StepShape(items.num_rows, len(items.slots), items.num_samples, int((-(-tiled // TILE_QUERIES)).sum()),
-                         short=short)
-
-    def _offsets_of(self, shape: StepShape) -> InputOffsets:
-        return InputOffsets.of(shape, len(self._windows), self._limits.max_model_len, self.model.config.num_kv_heads)
-
-    def _padded(self, shape: StepShape) -> InputOffsets:
-        """Return the offsets of a shape that comes again and again."""
-        if shape not in self._offsets:
-            self._offsets[shape] = self._offsets_of(shape)
-        return self._offsets[shape]
-
-    def _template(self, shape: StepShape) -> DecodeInputs:
-        if shape.rows not in self._templates:
-            self._templates[shape.rows] = DecodeInputs(self._inputs, self._padded(shape), self.table,
-                                                       self.model.config.num_kv_heads, self._windows)
-        return self._templates[shape.rows]
-
-    def _write(self, items: ItemArrays, shape: StepShape | None) -> tuple[InputOffsets, int]:
-        """Write a step into the inputs; returns where it lies, and where that ends."""
-        offsets = self._padded(shape) if shape is not None else self._offsets_of(self._own_shape(items))
-        pinned, buffer, shape = self._inputs.pinned, self._inputs.buffer, offsets.shape
-        into = pinned.arrays(buffer, offsets)
-        write_step(into, items, self.table, shape.piece)
-        pinned.array(buffer, offsets.result_row, 1)[0] = self._result_row
-        starts, counts = into.query_start[:-1].astype(np.int64), np.diff(into.query_start).astype(np.int64)
-        all_lengths = into.seq_lens.astype(np.int64)
-        few, whole = ordered_splits.short_chunks(counts, all_lengths, self.model.config.num_kv_heads, shape.short,
-                                                 self._most_pieces)
-        for place, window in zip(offsets.short, self._windows, strict=True) if shape.short else ():
-            short = ordered_splits.short_chunk_splits(starts[few], into.slots[few].astype(np.int64), all_lengths[few],
-                                                      counts[few], window, whole)
-            assert len(short) <= shape.short, "more items than there is room for"
-            written = pinned.array(buffer, place, HEADER + short.size)
-            written[:HEADER] = (len(short), 0, 0, 0)
-            written[HEADER:] = short.ravel()
-        several = np.flatnonzero((counts > 1) & ~few)
-        tiles = prefill_tiles(several, counts[several])
-        assert len(tiles) <= shape.tiles, "a graph that was captured for fewer tiles"
-        all_tiles = pinned.array(buffer, offsets.tiles, 2 * shape.tiles).reshape(-1, 2)
-        all_tiles[:len(tiles)] = tiles
-        all_tiles[len(tiles):] = (shape.requests - 1, 0)
-        single = counts == 1
-        slots, lengths = into.slots[single].astype(np.int64), all_lengths[single]
-        end = offsets.end
-        for place, window in zip(offsets.work, self._windows, strict=True):
-            work = ordered_splits.decode_splits(starts[single], slots, lengths, self.model.config.num_kv_heads, window)
-            written = pinned.array(buffer, place, HEADER + work.size)
-            written[:HEADER] = (len(work), 0, 0, 0)
-            written[HEADER:] = work.ravel()
-            end = place + written.nbytes
-        return offsets, end
-
-    def _input_bytes(self) -> int:
-        """Return the bytes of the largest step's inputs."""
-        limits = self._limits
-        tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        prompts = self._prompt_shape(limits.captured_rows)
-        most = StepShape(tokens, prompts.requests, limits.max_samples, tokens + prompts.tiles, short=self._most_short)
-        return self._offsets_of(most).end + UPDATE_BYTES
 
     def _send_back(self, step: Step, work: _Work, logprobs: SampledLogprobs | None,
                    scored: tuple[list[SampledLogprobs], ...]) -> CudaStep:

@@ -113,7 +113,7 @@ class DraftPasses:
         return rows if graphs is None else graphs.size(rows)
 
     def _offsets(self, size: int) -> InputOffsets:
-        return InputOffsets.of(StepShape(size, size, size), 1, self._longest, self._kv_heads)
+        return InputOffsets.of(StepShape.decodes(size), 1, self._longest, self._kv_heads)
 
     def _send(self, size: int, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64],
               counts: npt.NDArray[np.int64], tokens: Sequence[int], kept: npt.NDArray[np.int64]) -> InputOffsets:
@@ -132,10 +132,7 @@ class DraftPasses:
         work = ordered_splits.decode_splits(np.arange(size), arrays.slots.astype(np.int64),
                                             arrays.seq_lens.astype(np.int64), self._kv_heads, self._head.window)
         offsets = places.offsets
-        written = places.pair.array(self._inputs.buffer, offsets.work[0], HEADER + work.size)
-        written[:HEADER] = (len(work), 0, 0, 0)
-        written[HEADER:] = work.ravel()
-        self._inputs.send(places.pair, offsets.work[0] + written.nbytes)
+        self._inputs.send(places.pair, places.pair.write_pieces(self._inputs.buffer, offsets.work[0], work))
         return offsets
 
     def _pass(self, offsets: InputOffsets, key: Key) -> Tensor:
@@ -161,7 +158,6 @@ class DraftPasses:
             block_table=self._table.block_tables[0], positions=inputs.array(offsets, "positions"),
             rows=inputs.array(offsets, "row_of"), block_size=self._block_size, max_query=0, max_seq=0,
             kv_dtype=self._kv_dtype, work=work)
-
 
     def _items(self, offsets: InputOffsets) -> Tensor:
         fields = ordered_splits.FIELDS

@@ -37,6 +37,11 @@ class StepShape:
     piece: int = 1  # rows of a request of padding
     short: int = 0  # items of attention, for requests with a few rows
 
+    @staticmethod
+    def decodes(size: int) -> StepShape:
+        """Return the shape of a step of `size` requests, padding included, that all decode one token."""
+        return StepShape(size, size, size)
+
 
 @dataclass(frozen=True)
 class InputOffsets:
@@ -87,6 +92,13 @@ class PinnedPair:
     def arrays(self, buffer: int, offsets: InputOffsets) -> StepArrays:
         return StepArrays(**{name: self.array(buffer, place, offsets.size(name), ARRAYS[name][0])
                              for name, place in offsets.arrays.items()})
+
+    def write_pieces(self, buffer: int, place: int, pieces: npt.NDArray[np.int32]) -> int:
+        """Write pieces of attention behind their number; returns where they end."""
+        written = self.array(buffer, place, HEADER + pieces.size)
+        written[:HEADER] = (len(pieces), 0, 0, 0)
+        written[HEADER:] = pieces.ravel()
+        return place + written.nbytes
 
 
 class StepInputs:
