@@ -24,9 +24,9 @@ from gpu_workload import origin
 from torch import Tensor
 
 from spillover.kernels.cuda import fp8_linear as cuda
-from spillover.kernels.cuda.compiled import compile_ahead
+from spillover.kernels.cuda.driver.compiled import compile_ahead
+from spillover.kernels.cuda.driver.tensor_map import processors
 from spillover.kernels.cuda.fp8_linear import Cut, FewCut, Shape, fp8_linear
-from spillover.kernels.cuda.tensor_map import processors
 from spillover.kernels.fields import Field
 from spillover.kernels.formats.fp8_block import dummy_fp8
 from spillover.kernels.triton.launch import early

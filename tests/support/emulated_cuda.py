@@ -11,7 +11,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from spillover.kernels.cuda.tensor_map import BYTES, Map
+from spillover.kernels.cuda.driver.tensor_map import BYTES, Map
 from spillover.kernels.native.build import _cpu as cores
 from spillover.kernels.native.build import cache_folder, command
 
@@ -23,7 +23,7 @@ FLAGS = ("-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-w",
 
 def described(address: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...],
               box: tuple[int, ...]) -> ctypes.Array[ctypes.c_uint64]:
-    """Describe a tensor as the emulated copies read it, in place of kernels.cuda.tensor_map.tensor_map."""
+    """Describe a tensor as the emulated copies read it, in place of kernels.cuda.driver.tensor_map.tensor_map."""
     more = [1] * (4 - len(sizes))
     said = struct.pack("<Qii4i4q4i", address, len(sizes), 1 if kind == BYTES else 2, *sizes, *more, 0, *strides,
                        *[0] * len(more), *box, *more)
@@ -31,7 +31,7 @@ def described(address: int, kind: int, sizes: tuple[int, ...], strides: tuple[in
 
 
 class EmulatedModule:
-    """Launches as kernels.cuda.compiled.Module does, and counts how often each kernel was launched."""
+    """Launches as kernels.cuda.driver.compiled.Module does, and counts how often each kernel was launched."""
 
     shared = 226 << 10
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from spillover.kernels import native
 from spillover.kernels.cuda import attention as cuda
-from spillover.kernels.cuda.compiled import CudaError
+from spillover.kernels.cuda.driver.compiled import CudaError
 from spillover.kernels.triton.attention import ordered_decode, ordered_prefill
 from spillover.kernels.triton.attention import ordered_splits as splits
 from support.emulated_cuda import EmulatedModule

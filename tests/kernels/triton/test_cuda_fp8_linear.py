@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.cuda import fp8_linear as cuda
+from spillover.kernels.cuda.driver.tensor_map import capable
 from spillover.kernels.cuda.fp8_linear import Cut, FewCut, Form, Shape, fp8_linear
-from spillover.kernels.cuda.tensor_map import capable
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, WeightFormat
 from spillover.kernels.formats.choice import Dequantized

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda import compiled
 from spillover.kernels.cuda import mixture as cuda
+from spillover.kernels.cuda.driver import compiled
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.moe import mixture_reference

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda import compiled, ordered_gemm
+from spillover.kernels.cuda import ordered_gemm
+from spillover.kernels.cuda.driver import compiled
+from spillover.kernels.cuda.driver.tensor_map import CAPABILITY
 from spillover.kernels.cuda.ordered_gemm import CUTS, LARGE, Cut
-from spillover.kernels.cuda.tensor_map import CAPABILITY
 from spillover.kernels.extents import product_chunks
 from support.emulated_cuda import EmulatedModule, described
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.batch import DecodeScratch
-from spillover.kernels.cuda.compiled import CudaError, Module
+from spillover.kernels.cuda.driver.compiled import CudaError, Module
 from spillover.kernels.triton.attention.ordered_splits import PROGRAMS, TILE_QUERIES, window_piece
 from spillover.kernels.triton.launch import early
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.compiled import CudaError, Module
-from spillover.kernels.cuda.tensor_map import CAPABILITY, TYPES, Map, processors, tensor_map
+from spillover.kernels.cuda.driver.compiled import CudaError, Module
+from spillover.kernels.cuda.driver.tensor_map import CAPABILITY, TYPES, Map, processors, tensor_map
 
 log = logging.getLogger("spillover.kernels")
 

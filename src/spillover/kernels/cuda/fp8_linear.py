@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.compiled import CudaError, Module, compile_ahead
-from spillover.kernels.cuda.tensor_map import BYTES, TYPES, Map, capable, processors, sums_options, tensor_map
+from spillover.kernels.cuda.driver.compiled import CudaError, Module, compile_ahead
+from spillover.kernels.cuda.driver.tensor_map import BYTES, TYPES, Map, capable, processors, sums_options, tensor_map
 
 log = logging.getLogger("spillover.kernels")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.compiled import CudaError, Module
+from spillover.kernels.cuda.driver.compiled import CudaError, Module
 from spillover.kernels.extents import CODE_BLOCK, EXPERT_ROW
 from spillover.kernels.formats.fp8_block import Fp8Block
 from spillover.kernels.formats.gguf_experts import KINDS, GgufExperts

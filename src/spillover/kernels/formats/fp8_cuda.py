@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.cuda import fp8_linear as cuda
+from spillover.kernels.cuda.driver.tensor_map import TYPES, capable
 from spillover.kernels.cuda.fp8_linear import STEP, Shape
-from spillover.kernels.cuda.tensor_map import TYPES, capable
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
 from spillover.kernels.formats.checkpoints.settings import module_of

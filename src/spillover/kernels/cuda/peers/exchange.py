@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.compiled import Module
+from spillover.kernels.cuda.driver.compiled import Module
 from spillover.kernels.extents import MOST_RANKS
 
 SOURCE = Path(__file__).parent / "exchange.cu"

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from spillover.kernels.cuda.compiled import CudaError
+from spillover.kernels.cuda.driver.compiled import CudaError
 
 CAPABILITY = (9, 0)
 BYTES = 0  # CU_TENSOR_MAP_DATA_TYPE_UINT8
