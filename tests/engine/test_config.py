@@ -31,7 +31,6 @@ def test_a_settled_config_can_be_settled_again() -> None:
     config = EngineConfig(kv_offloading_size=2, disk="/a:1GB", spill_dtype="fp8_e4m3")
     assert dataclasses.replace(config, max_model_len=8) == dataclasses.replace(config, max_model_len=8)
     assert EngineConfig(**dataclasses.asdict(config)) == config
-    assert config.has_tiers
 
 
 @pytest.mark.parametrize(("flags", "words"), [

@@ -145,7 +145,7 @@ def test_running_out_of_memory_is_told_apart_from_a_crash() -> None:
     say = ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "RuntimeError: engine died"]
     with pytest.raises(EngineFailed) as failed:
         engine(then="exit", say=say).start()
-    assert failed.value.out_of_memory
+    assert failed.value.cause == "out of memory"
     assert "Tried to allocate 2.00 GiB" in failed.value.reason
 
 

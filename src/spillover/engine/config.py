@@ -216,11 +216,6 @@ class EngineConfig:
         """Return how to publish KV events; None: not at all."""
         return KVEventsConfig.of(self.kv_events_config)
 
-    @property
-    def has_tiers(self) -> bool:
-        """Return whether KV has anywhere to go but the device."""
-        return any(getattr(self, name) for name in TIER_FLAGS)
-
     def shown(self) -> dict[str, Any]:
         """Return every flag by its name, without what is secret in --remote: for files and pages."""
         flags = dataclasses.asdict(self)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from spillover.kernels import kv_int4, native
 
-KV_DTYPES = ("fp8", "int8")
 SCALE_BYTES = 4
 QUANT_LAYOUT = "head:codes,token:f32-scale"
 _LARGEST = {"fp8": 448.0, "int8": 127.0}

@@ -129,9 +129,6 @@ class SamplingParams:
         return (self.structured_outputs is not None or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
                 or self.repetition_penalty != 1.0)
 
-    def with_seed(self, seed: int | None) -> SamplingParams:
-        return dataclasses.replace(self, seed=seed, n=1)
-
     def _check(self) -> None:
         def within(name: str, low: float, high: float, open_low: bool = False) -> None:
             value = getattr(self, name)

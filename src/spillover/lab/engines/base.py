@@ -85,10 +85,6 @@ class EngineFailed(SpilloverError):  # noqa: N818 - a result, which experiments 
         self.reason = reason
         self.log_tail = log_tail
 
-    @property
-    def out_of_memory(self) -> bool:
-        return self.cause == "out of memory"
-
     def to_json(self) -> dict[str, str]:
         return {"cause": self.cause, "reason": self.reason, "log_tail": self.log_tail}
 

@@ -32,8 +32,7 @@ class Ticket(Generic[T]):
     without it. A buffer given with the work is free again only once the ticket is done.
     """
 
-    __slots__ = ("_begun", "_done", "_ended", "_lock", "_stop_asked", "_value", "_wake", "at", "deadline", "error",
-                 "seconds")
+    __slots__ = ("_begun", "_done", "_ended", "_lock", "_value", "_wake", "at", "deadline", "error", "seconds")
 
     def __init__(self, deadline: float, ended: Callable[["Ticket[Any]"], None] | None = None,
                  wake: Callable[[], None] | None = None) -> None:
@@ -44,7 +43,6 @@ class Ticket(Generic[T]):
         self.at = 0.0  # monotonic, when it was done
         self._lock = threading.Lock()  # decides between begin() and cancel()
         self._begun = False
-        self._stop_asked = False
         self._value: T | None = None
         self._ended, self._wake = ended, wake
         self._done = False
@@ -69,19 +67,14 @@ class Ticket(Generic[T]):
         return self._value if self._done else None
 
     def cancel(self) -> None:
-        """Work not begun never begins and is done at once; work begun is asked to stop, and ends when it ends."""
+        """Have work that was not begun never begin: it is done at once. Work begun ends when it ends."""
         with self._lock:
-            self._stop_asked = True
             if self._begun or self._done:
                 return
             self._begun = True  # so that no worker begins it
         self.end(None)
 
     # The worker's side
-
-    @property
-    def stop_asked(self) -> bool:
-        return self._stop_asked
 
     def begin(self) -> bool:
         """Return whether the work is still wanted and in time; if not, it is done now and must not be touched."""

@@ -23,7 +23,6 @@ INT4 = tl.constexpr(int_experts.FIRST_CODE)  # in groups of 32, then of 64 and o
 INT8 = tl.constexpr(INT4.value + len(int_experts.GROUPS))
 INT_END = tl.constexpr(INT8.value + len(int_experts.GROUPS))
 GGUF4 = tl.constexpr(gguf_experts.FIRST_CODE)  # as gguf_experts.KINDS has them
-GGUF8 = tl.constexpr(GGUF4.value + 1)
 GGUF_HALVES = tl.constexpr(GGUF4.value + 2)
 GGUF_END = tl.constexpr(GGUF4.value + len(gguf_experts.KINDS))
 
