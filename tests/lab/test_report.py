@@ -21,9 +21,10 @@ from spillover.lab.report import ReportFiles, write_report
 from spillover.lab.report.data import Report, Verdict, read_report
 from spillover.lab.report.figures import LineFigure, StackFigure, figures, gaps_over_time, token_gaps
 from spillover.lab.report.forest import forest
-from spillover.lab.report.html import embedded, render
+from spillover.lab.report.html import render
 from spillover.lab.report.markdown import markdown
 from spillover.lab.report.metric import metric, shown
+from spillover.lab.report.page_template import embedded
 from spillover.lab.report.tables import detailed_rows, gain_text, measured, summary_rows
 from spillover.lab.report.wording import counts, faults, warnings
 from support.made_up_results import ARMS, START, write_results

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from spillover.course.plots import color, plot
@@ -17,6 +14,7 @@ from spillover.course.shape import FAILS, HOLDS, UNDECIDED, check
 from spillover.course.tables import filled_rows, number
 from spillover.course.week import Week, all_weeks
 from spillover.errors import SpilloverError
+from spillover.lab.report.page_template import render_page
 from spillover.lab.store import write_bytes
 
 TONES = {HOLDS: "good", FAILS: "bad", UNDECIDED: "warn"}
@@ -29,15 +27,8 @@ def write_book(results: Path, path: Path, weeks: list[Week] | None = None) -> Pa
 
 
 def render(results: Path, weeks: list[Week]) -> str:
-    style = resources.files("spillover.lab.report").joinpath("page")
-    page = resources.files("spillover.course").joinpath("page")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(page.joinpath("book.html").read_text(encoding="utf-8"))
-    return template.render(
-        weeks=[_week(results, week) for week in weeks], number=number, color=color, tones=TONES,
-        style=Markup(style.joinpath("style.css").read_text(encoding="utf-8")),
-        own=Markup(page.joinpath("book.css").read_text(encoding="utf-8")),
-        icon=base64.b64encode(style.joinpath("icon.svg").read_bytes()).decode())
+    return render_page("book.html", "spillover.course", weeks=[_week(results, week) for week in weeks], number=number,
+                       color=color, tones=TONES)
 
 
 def html_of(text: str) -> Markup:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from spillover.bench.target import PHASES, SOURCES
 from spillover.lab.report import wording
@@ -17,6 +11,7 @@ from spillover.lab.report.data import Report
 from spillover.lab.report.figures import Figure, as_json
 from spillover.lab.report.forest import TONES, forest
 from spillover.lab.report.metric import metric
+from spillover.lab.report.page_template import embedded, render_page
 from spillover.lab.report.ranks_table import ranks
 from spillover.lab.report.speculation_table import speculation
 from spillover.lab.report.tables import accuracy, measured, secondary, sweeps
@@ -29,18 +24,14 @@ TOLD = {"split": len(PHASES), "sources": len(SOURCES)}
 
 
 def render(report: Report, figures: Sequence[Figure]) -> str:
-    page = resources.files("spillover.lab.report").joinpath("page")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(page.joinpath("report.html").read_text(encoding="utf-8"))
     colors = arm_colors(report)
     groups = report.groups()
-    return template.render(
+    return render_page(
+        "report.html",
+        script="charts.js",
         report=report,
         primary=metric(report.primary),
         color=lambda arm: colors.get(arm, "var(--soft)"),
-        style=Markup(page.joinpath("style.css").read_text(encoding="utf-8")),
-        script=Markup(page.joinpath("charts.js").read_text(encoding="utf-8")),
-        icon=base64.b64encode(page.joinpath("icon.svg").read_bytes()).decode(),
         data=embedded({"baseline": report.baseline, "colors": colors, "fills": FILLS, "told": TOLD,
                        "figures": [as_json(figure) for figure in figures]}),
         facts=wording.top_facts(report),
@@ -88,9 +79,3 @@ def placed(figures: Sequence[Figure]) -> list[dict[str, Any]]:
             rows.append([figure])
     return [{"key": figure.key, "title": figure.title, "about": figure.about, "wide": len(row) == 1}
             for row in rows for figure in row]
-
-
-def embedded(value: Any) -> Markup:
-    """Return JSON that cannot end the script element it stands in, whatever the names in it are."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -3,24 +3,19 @@ network, and it needs no server: the files can be opened, or be put wherever fil
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from spillover.errors import SpilloverError
 from spillover.lab.report import wording
 from spillover.lab.report.badge import badge, sentence, title
 from spillover.lab.report.data import Report, read_report
 from spillover.lab.report.forest import TONES
-from spillover.lab.report.html import embedded
+from spillover.lab.report.page_template import embedded, render_page
 from spillover.lab.report.write import write_report
 
 LISTED = "reports.json"  # what the site holds; a folder without it is not one of ours
@@ -109,13 +104,6 @@ def _entry(name: str, report: Report, text: str) -> dict[str, Any]:
 
 
 def _index(entries: Sequence[dict[str, Any]]) -> str:
-    page = resources.files("spillover.lab.report").joinpath("page")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(page.joinpath("site.html").read_text(encoding="utf-8"))
     words = [word for word in wording.VERDICTS if any(word in entry["words"] for entry in entries)]
-    return template.render(
-        entries=entries, words=words,
-        style=Markup(page.joinpath("style.css").read_text(encoding="utf-8")),
-        script=Markup(page.joinpath("site.js").read_text(encoding="utf-8")),
-        icon=base64.b64encode(page.joinpath("icon.svg").read_bytes()).decode(),
-        data=embedded({entry["name"]: entry["search"] for entry in entries}))
+    return render_page("site.html", script="site.js", entries=entries, words=words,
+                       data=embedded({entry["name"]: entry["search"] for entry in entries}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from spillover.models.sharding.shard import Cut, Cuts, Ranges
 _Dims = list[Ranges | None]
 
 
-class ShardView:
-    """A Checkpoint of the rank's part. What a file holds in another shape than expected is shown as it is, for who
+class ShardView(Checkpoint):
+    """The rank's part of a checkpoint. What a file holds in another shape than expected is shown as it is, for who
     reads it to refuse."""
 
     def __init__(self, checkpoint: Checkpoint, cuts: Cuts) -> None:
@@ -92,12 +92,6 @@ class ShardView:
 
     def close(self) -> None:
         self._source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _stored(self, name: str) -> str | None:
         """Return a tensor's name in the checkpoint; None: the rank is not to see it."""
