@@ -2,7 +2,7 @@
 
     python benchmarks/link.py --output-json results.json
 
-For each size of a block, the same bytes go to the device and back in calls of so many megabytes, from one thread or
+For each size of a block, the same bytes go to the device and back in calls of n megabytes, from one thread or
 two, as the engine moves them: random blocks to random slots, or neighbours to neighbours; with one driver call for all
 of them or one each; and beside a thread that keeps the interpreter busy. A rate is the median over the repeats.
 """

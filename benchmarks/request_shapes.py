@@ -29,7 +29,7 @@ class Shape:
     name: str
     call: Call
     expect: Expect  # "any": whatever it is, no 5xx
-    leave_after: int | None = None  # hang up after so many events; 0 is before any of the answer is read
+    leave_after: int | None = None  # hang up after n events; 0 is before any of the answer is read
 
 
 class Shapes:

@@ -39,7 +39,8 @@ GRAMMAR_REASONS = ("size", "invalid", "time", "memory", "crash", "unavailable")
 
 
 def did_you_mean(given: str, names: Iterable[str], listed: bool = False) -> str:
-    """The end of a refusal: "; did you mean 'lru'?". Where no name is near, all of them if `listed`, or nothing."""
+    """Return the end of a refusal: "; did you mean 'lru'?". Where no name is near, all of them if `listed`, or
+    nothing."""
     known = list(names)
     near = difflib.get_close_matches(given, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(known)}" if listed else ""
@@ -62,7 +63,7 @@ class QueueFull(SpilloverError):  # noqa: N818
 
 
 def shown(value: object) -> str:
-    """A value out of a file, short enough for a sentence."""
+    """Return a value out of a file, short enough for a sentence."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # too many digits, or too deep

@@ -19,7 +19,7 @@ from support.word_tokenizer import BEGIN, USER, WordTokenizer
 
 
 def write_talks(folder: Path, talks: list[list[int]]) -> str:
-    """Conversations whose turns have so many words."""
+    """Write conversations whose turns have these numbers of words."""
     entries = [{"conversations": [{"from": "human", "value": " ".join(f"t{number}w{word}" for word in range(length))}
                                   for length in lengths]} for number, lengths in enumerate(talks)]
     file = folder / "talks.json"

@@ -54,7 +54,7 @@ def weights(generator: torch.Generator, extras: bool, bits: int) -> dict[str, An
 
 
 def make_batch(lengths: list[tuple[int, int]], kv_dtype: str, first_block: int = 1) -> AttentionBatch:
-    """Requests of so many tokens that are there and so many new ones, with BLOCKS blocks each."""
+    """Requests, each of n tokens that are there and m new ones, with BLOCKS blocks each."""
     return AttentionBatch(
         query_start=torch.tensor([0, *torch.tensor([new for _, new in lengths]).cumsum(0).tolist()], dtype=torch.int32),
         seq_lens=torch.tensor([old + new for old, new in lengths], dtype=torch.int32),

@@ -13,7 +13,7 @@ SLOTS = 4  # in a segment
 
 
 def room_for(slots: int, payload_bytes: int = PAYLOAD, per_segment: int = SLOTS) -> int:
-    """The capacity that holds exactly so many blocks."""
+    """Return the capacity that holds exactly as many blocks as `slots`."""
     whole, rest = divmod(slots, per_segment)
     last = segment_cost(rest, payload_bytes) if rest else 0
     return FIXED_BYTES + whole * segment_cost(per_segment, payload_bytes) + last

@@ -28,7 +28,7 @@ ARMS = tuple(SPEED)
 def write_results(folder: Path, arms: Sequence[str] = ARMS, rates: Sequence[float] = (1, 2, 4, 8), blocks: int = 6,
                   passes: int | None = None, name: str = "made-up", about: str = "Made-up numbers.",
                   crashing: str = "", primary: str = "output_throughput") -> Path:
-    """`passes`: stop after so many, as if it had been interrupted. `crashing`: an arm that runs out of memory."""
+    """`passes`: stop after this number, as if it had been interrupted. `crashing`: an arm that runs out of memory."""
     experiment = parse_experiment({**document(arms, rates, blocks, name, about), "primary": primary})
     kept = ResultFolder.open(folder, experiment)
     kept.begin({"date": "2026-11-15T08:00:00+00:00", "command": f"spill lab run {name}", "commit": "0" * 40,

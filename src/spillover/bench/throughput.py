@@ -68,7 +68,7 @@ class ThroughputResult:
 
     @property
     def typical(self) -> Run:
-        """The repeat of median time (the upper one of an even number)."""
+        """Return the repeat of median time (the upper one of an even number)."""
         return sorted(self.runs, key=lambda run: run.elapsed)[len(self.runs) // 2]
 
     @property
@@ -82,7 +82,7 @@ class ThroughputResult:
 
     @property
     def occupancy(self) -> float | None:
-        """Mean requests that drew a token in a step."""
+        """Return the mean number of requests that drew a token in a step."""
         run = self.typical
         return run.output_tokens / run.counters.steps if run.counters.steps else None
 

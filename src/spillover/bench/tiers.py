@@ -79,7 +79,7 @@ class Lineup:
         return self._open[name]
 
     def generate(self, name: str, requests: Sequence[BenchRequest]) -> tuple[list[Completion], float]:
-        """The completions, and seconds until copies to other tiers had ended as well."""
+        """Return the completions, and the seconds until copies to other tiers had ended as well."""
         target = self.target(name)
         gc.collect()
         time.sleep(SETTLE_SECONDS)
@@ -239,7 +239,7 @@ class MultiTurnResult:
 
     @property
     def warm(self) -> list[Turn]:
-        """Those whose prompt, but for the last question, was there before."""
+        """Return those whose prompt, but for the last question, was there before."""
         return [turn for turn in self.turns if turn.turn > 0]
 
     @property
@@ -276,7 +276,7 @@ class MultiTurnResult:
 
 def multi_turn(arms: Sequence[Arm], workload: Conversations, first_rounds: int, together: bool, agreement: Agreement,
                on_turn: Progress = lambda done, total: None) -> list[MultiTurnResult]:
-    """One request at a time, chat after chat. The first arm, which computes every prompt anew, stops after
+    """Run one request at a time, chat after chat. The first arm, which computes every prompt anew, stops after
     `first_rounds`; where it took part, each TTFT is compared with its own on the same prompt."""
 
     def warm_up(target: GeneratesWithTiers) -> None:
@@ -327,7 +327,7 @@ def _repeat(completions: Sequence[Completion], settled: float) -> Repeat:
 
 
 def _limit(lineup: Lineup, workload: ServeWorkload, result: NoReuseResult) -> Achieved | None:
-    """How close the median time came to what the machine allows."""
+    """Return how close the median time came to what the machine allows."""
     if lineup.limits is None:
         return None
     requests = offline(workload, 0)  # all repeats have the same lengths

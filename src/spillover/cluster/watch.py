@@ -56,7 +56,7 @@ class Watcher:
 
     def __init__(self, fleet: Fleet, replica: Replica, upstream: Upstream, spaces: Spaces,
                  settings: WatchSettings, changed: Callable[[], None]) -> None:
-        """`changed` is called whenever a replica has become ready or has gone."""
+        """Make the watcher. `changed` is called whenever a replica has become ready or has gone."""
         self.upstream = upstream
         self.note: str | None = None  # why blocks are guessed
         self._fleet = fleet

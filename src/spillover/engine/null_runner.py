@@ -21,7 +21,7 @@ CYCLE = 512  # different tokens that it returns
 
 class NullStep:
     def __init__(self, step: Step, result: StepResult, ends: float = 0.0) -> None:
-        """`ends`: when the step has ended, in seconds of the monotonic clock."""
+        """Note a launched step. `ends`: when the step has ended, in seconds of the monotonic clock."""
         self.step = step
         self.ends = ends
         self._result = result
@@ -42,7 +42,8 @@ class NullStep:
 class NullRunner:
     def __init__(self, token_ids: Sequence[int], decode: Callable[[int], str] | None = None,
                  simulated: tuple[float, ...] = (), cost: StepCost | None = None) -> None:
-        """`simulated`: how often drafts count as accepted up to each position; `cost`: what steps take."""
+        """Make the runner. `simulated`: how often drafts count as accepted up to each position; `cost`: what steps
+        take."""
         self._cost = cost or StepCost()
         self._ends = 0.0  # when the last step launched ends: they run one after the other
         self._token_ids = list(token_ids)

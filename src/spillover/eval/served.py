@@ -17,7 +17,7 @@ BY_ID = "token_id:"  # what names begin with where tokens are named by their ids
 
 class ServedTarget:
     def __init__(self, url: str, tokenizer: Tokenizer | None = None, api_key: str | None = None) -> None:
-        """`tokenizer`: used instead of the server's own."""
+        """Ask a server what it serves. `tokenizer`: used instead of the server's own."""
         self._server = JsonServer(url, {} if api_key is None else {"Authorization": f"Bearer {api_key}"}, TIMEOUT)
         served = ServedModel.ask(url, api_key=api_key)
         self._url = url

@@ -20,7 +20,7 @@ POOL_KINDS = {"auto": 0, "fp8": 1, "int8": 2}  # as attention.cpp numbers them
 
 
 def store_kv(k: Tensor, v: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
-    """Writes k and v [T, Hk, D] at their positions into kv_layer [num_blocks, 2, Hk, block_size * D]."""
+    """Write k and v [T, Hk, D] at their positions into kv_layer [num_blocks, 2, Hk, block_size * D]."""
     library = native.library()
     rows, heads, dim = k.shape
     k_stride, *k_inner = k.stride()
@@ -45,8 +45,9 @@ def attention(
     sinks: Tensor | None = None,
     layer: int = 0,
 ) -> Tensor:
-    """q [T, H, D] -> [T, H, D]. A query at position p sees keys j with p - window < j <= p; sinks [H] is one more logit
-    a head that takes part in the softmax's denominator only. `layer`: whose blocks of a cold prefix to ask for."""
+    """Attend, q [T, H, D] -> [T, H, D]. A query at position p sees keys j with p - window < j <= p; sinks [H] is one
+    more logit a head that takes part in the softmax's denominator only. `layer`: whose blocks of a cold prefix to ask
+    for."""
     library = native.library()
     rows, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
@@ -155,7 +156,7 @@ def cold_attention_reference(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """One request: first over the segments, which every row sees, then over its blocks in the pool."""
+    """Attend one request: first over the segments, which every row sees, then over its blocks in the pool."""
     total = _Softmax(q.transpose(0, 1), kv_layer.shape[2], scale, sinks)
     most = 1
     for segment in cold.segments(layer):
@@ -186,7 +187,8 @@ class _Softmax:
             self.weight = torch.ones_like(self.peak)
 
     def add(self, k: Tensor, v: Tensor, last: Tensor | None = None) -> None:
-        """k and v [Hk, S, D]; a row sees keys up to last[row], or all of them. The first part is seen by every row."""
+        """Add keys and values [Hk, S, D]; a row sees keys up to last[row], or all of them. The first part is seen by
+        every row."""
         heads, rows, dim = self.q.shape
         step = max(1, MOST_SCORES // (heads * k.shape[1]))
         for start in range(0, rows, step):
@@ -206,8 +208,8 @@ class _Softmax:
 def native_block_stride(
     kv_layer: Tensor, rows: Tensor, kv_heads: int, dim: int, batch: AttentionBatch
 ) -> int | None:
-    """How far blocks lie apart, or None where the native kernels do not apply: they take float32 on a CPU, and whole
-    vectors of 8 tokens and 8 dimensions."""
+    """Return how far blocks lie apart, or None where the native kernels do not apply: they take float32 on a CPU, and
+    whole vectors of 8 tokens and 8 dimensions."""
     stride, *inner = kv_layer.stride()
     if batch.kv_dtype == "auto":
         size, wanted = batch.block_size * dim, rows.dtype
@@ -221,7 +223,7 @@ def native_block_stride(
 
 
 def _read(blocks: Tensor, batch: AttentionBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [Hk, n * block_size, D] of blocks [n, 2, Hk, size], in their order."""
+    """Return keys and values [Hk, n * block_size, D] of blocks [n, 2, Hk, size], in their order."""
     if batch.kv_dtype != "auto":
         blocks = kv_quant.decode_blocks(blocks, batch.block_size, batch.kv_dtype, dtype)
     keys, values = (each.to(dtype) for each in _keys_and_values(blocks, batch.block_size))
@@ -229,7 +231,7 @@ def _read(blocks: Tensor, batch: AttentionBatch, dtype: torch.dtype) -> tuple[Te
 
 
 def _keys_and_values(kv_layer: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Views [num_blocks, Hk, D, block_size] and [num_blocks, Hk, block_size, D]."""
+    """Return views [num_blocks, Hk, D, block_size] and [num_blocks, Hk, block_size, D]."""
     blocks, _, heads, size = kv_layer.shape
     dim = size // block_size
     return kv_quant.key_view(kv_layer[:, 0], block_size, dim), kv_layer[:, 1].view(blocks, heads, block_size, dim)

@@ -117,8 +117,8 @@ class LayerStack:
 
     def __init__(self, shape: LayerShape, cos: Tensor, sin: Tensor, layers: Sequence[LayerWeights],
                  kv_layers: Sequence[tuple[Tensor, int]], windows: Sequence[int | None]) -> None:
-        """`layers`: the weights of each, as `CpuKernels` takes them; `kv_layers`: the KV of each, and the group whose
-        batch it is of."""
+        """Bind all layers. `layers`: the weights of each, as `CpuKernels` takes them; `kv_layers`: the KV of each, and
+        the group whose batch it is of."""
         self._shape, self._cos, self._sin = shape, cos, sin
         self._records = torch.tensor([
             [_pointer(w["input_norm"]), *_matrix(w["qkv"], w.get("qkv_bias")), _pointer(w.get("q_norm")),
@@ -175,6 +175,6 @@ def _pointer(tensor: Tensor | None) -> int:
 
 
 def _matrix(w: Linear, bias: Tensor | None) -> tuple[int, int, int]:
-    """Its panels, whether they are in codes, its bias."""
+    """Return a linear's panels, whether they are in codes, and its bias."""
     assert w.format.native_codes is not None
     return w.tensors[0].data_ptr(), w.format.native_codes, _pointer(bias)

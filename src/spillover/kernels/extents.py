@@ -10,7 +10,7 @@ SEGMENTS = 2  # one is attended while the next is copied
 CODE_BLOCK = 32  # columns of a weight in codes that are multiplied together
 CODE_PANEL = 32  # channels of such a weight that lie together
 # A CUDA device dequantises a layer's experts once, instead of in every tile of rows that meets them, where a step has
-# so many tokens and an expert so many rows on average that this is faster, and all of them take no more than this.
+# WIDE_TOKENS or more and an expert WIDE_ROWS or more of them on average, and all of them take at most WIDE_BYTES.
 WIDE_TOKENS = 1024
 WIDE_ROWS = 256
 WIDE_BYTES = 2 << 30

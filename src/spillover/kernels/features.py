@@ -22,8 +22,8 @@ class KeptRows:
 
 
 def rows_before(x: Tensor, kept: KeptRows, batch: AttentionBatch, slots: Tensor, follows: Tensor) -> Tensor:
-    """x [T, hidden] -> what each row follows [T, hidden]: the row before, or, for the first of a request, which has the
-    slot `slots` [B], what is kept of the position before; zeros where `follows` [B] int32 is 0."""
+    """Return what each row of x [T, hidden] follows [T, hidden]: the row before, or, for the first of a request, which
+    has the slot `slots` [B], what is kept of the position before; zeros where `follows` [B] int32 is 0."""
     request = batch.rows.long()
     place = slots.long()[request] * kept.per_slot + (batch.positions - 1) % kept.per_slot
     first = batch.query_start.long()[request] == torch.arange(len(x))

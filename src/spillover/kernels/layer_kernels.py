@@ -18,21 +18,21 @@ class LayerKernels(Protocol):
 
     def attention_block(self, x: Tensor, residual: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch,
                         window: int | None, layer: int) -> tuple[Tensor, Tensor]:
-        """x and residual [T, hidden] -> (the attention's output, residual + x). `layer`: whose blocks of a cold prefix
-        to ask for."""
+        """Attend, x and residual [T, hidden] -> (the attention's output, residual + x). `layer`: whose blocks of a cold
+        prefix to ask for."""
 
     def mlp_block(self, x: Tensor, residual: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
-        """x and residual [T, hidden] -> (the gated MLP's output, residual + x)."""
+        """Run the MLP, x and residual [T, hidden] -> (the gated MLP's output, residual + x)."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """x and residual [T, hidden] -> (rms_norm(x + residual), x + residual)."""
+        """Add and norm, x and residual [T, hidden] -> (rms_norm(x + residual), x + residual)."""
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [T, width] -> [T, width]; x stays as it is."""
+        """Norm, x [T, width] -> [T, width]; x stays as it is."""
 
     def attend(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch, window: int | None,
                layer: int) -> Tensor:
-        """x [T, any width], normed -> the attention's output [T, hidden]."""
+        """Attend, x [T, any width], normed -> the attention's output [T, hidden]."""
 
     def store(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> None:
         """Store the keys and values that `attend` would, and compute nothing else."""

@@ -10,17 +10,17 @@ from spillover.kernels.formats.base import Linear, Weight
 
 
 def linear(x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], w [N, K], bias [N] -> [T, N]."""
+    """Multiply, x [T, K], w [N, K], bias [N] -> [T, N]."""
     return w.format.linear(x, w, bias)
 
 
 def embedding(ids: Tensor, w: Linear, dtype: torch.dtype = torch.float32) -> Tensor:
-    """ids [T], w [V, K] -> [T, K]; of `dtype` where it is not kept as numbers."""
+    """Look up rows, ids [T], w [V, K] -> [T, K]; of `dtype` where it is not kept as numbers."""
     return w.format.embedding(ids, w, dtype)
 
 
 def unpack(w: Weight) -> Tensor:
-    """The plain [N, K] weight again."""
+    """Return the plain [N, K] weight again."""
     return w if isinstance(w, Tensor) else w.format.dequantize(w, torch.float32)
 
 

@@ -9,7 +9,7 @@ from spillover.kernels import native
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D], weight [D] -> [..., D]."""
+    """Norm, x [..., D], weight [D] -> [..., D]."""
     library = native.library()
     if library is None or not native.serves(x) or weight.dtype is not torch.float32:
         return rms_norm_reference(x, weight, eps)
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual)."""
+    """Return (rms_norm(x + residual), x + residual)."""
     library = native.library()
     if library is None or not native.serves(x) or weight.dtype is not torch.float32:
         return add_rms_norm_reference(x, residual, weight, eps)

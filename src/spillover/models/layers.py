@@ -52,7 +52,8 @@ class KVViews:
         }
 
     def layer(self, layer: int) -> tuple[Tensor, int]:
-        """The view [num_blocks, 2, kv_heads, block_size * head_dim] and the group whose block tables index it."""
+        """Return the view [num_blocks, 2, kv_heads, block_size * head_dim] and the group whose block tables index
+        it."""
         return self._views[layer]
 
 
@@ -66,8 +67,8 @@ class Decoder:
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, num_positions: int | None = None,
         shard: Shard | None = None, ranks: Ranks = ONE_RANK,
     ) -> None:
-        """`config`: of the whole model. `num_positions`: how far requests may reach, where that is less than the model
-        allows. `shard`: the part that this rank of `ranks` computes; None: all."""
+        """Make the model. `config`: of the whole model. `num_positions`: how far requests may reach, where that is less
+        than the model allows. `shard`: the part that this rank of `ranks` computes; None: all."""
         shard = shard or Shard()
         assert (shard.rank, shard.size) == (ranks.rank, ranks.size)
         self.whole, self.ranks = config, ranks
@@ -116,7 +117,7 @@ class Decoder:
         return self._final_norm(x, residual, weights)
 
     def embed(self, token_ids: Tensor, weights: Weights) -> Tensor:
-        """token_ids [T] -> [T, hidden]."""
+        """Look up embeddings, token_ids [T] -> [T, hidden]."""
         with weights.part("embed") as w:
             if self.ranks.size == 1:
                 return embedding(token_ids, w["embedding"], self.dtype)
@@ -151,7 +152,7 @@ class Decoder:
             return self.kernels.add_rms_norm(x, residual, w["norm"])[0]
 
     def logits(self, hidden: Tensor, weights: Weights) -> Tensor:
-        """hidden [R, hidden] -> [R, vocab]; at ranks but the first, nothing of use."""
+        """Compute logits, hidden [R, hidden] -> [R, vocab]; at ranks but the first, nothing of use."""
         tied = self.config.tie_embeddings
         with weights.part("embed" if tied else "head") as w:
             logits = linear(hidden, w["embedding"] if tied else w["lm_head"])
@@ -167,7 +168,7 @@ class Decoder:
         return torch.cat([part[:, : stop - start] for part, (start, stop) in zip(parts, bounds, strict=True)], dim=1)
 
     def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
-        """x and residual [T, hidden] -> (what the MLP adds, residual + x)."""
+        """Run the MLP, x and residual [T, hidden] -> (what the MLP adds, residual + x)."""
         return self.kernels.mlp_block(x, residual, w)
 
 
@@ -213,7 +214,7 @@ def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], l
 
 
 def attention_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
-    """The attention's weights and the layer's two norms."""
+    """Return the specs of the attention's weights and of the layer's two norms."""
     at = f"model.layers.{layer}."
     hidden = config.hidden_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -233,7 +234,7 @@ def attention_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
 
 
 def mlp_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
-    """A dense gated MLP."""
+    """Return the specs of a dense gated MLP."""
     at = f"model.layers.{layer}.mlp."
     hidden, inner = config.hidden_size, config.intermediate_size
     return [
@@ -243,7 +244,7 @@ def mlp_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
 
 
 def tensor(name: str, source: str, shape: tuple[int, ...], form: WeightFormat | None = None) -> WeightSpec:
-    """One checkpoint tensor as it stands, or a linear that is one."""
+    """Return the spec of one checkpoint tensor as it stands, or a linear that is one."""
     return WeightSpec(name, shape, (Source((source,), (shape[0],)),), form)
 
 
@@ -252,7 +253,7 @@ def matrix(name: str, sources: tuple[str, ...], rows: tuple[int, ...], columns: 
 
 
 def linears(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> list[WeightSpec]:
-    """Linear modules that read the same input, fused into one matrix, and their biases likewise."""
+    """Return the specs of linear modules that read the same input, fused into one matrix, and their biases likewise."""
     specs = [matrix(name, tuple(f"{module}.weight" for module in modules), rows, columns)]
     if bias:
         sources = (Source(tuple(f"{module}.bias" for module in modules), rows),)
@@ -261,7 +262,7 @@ def linears(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns:
 
 
 def experts(config: ModelConfig, name: str, shape: tuple[int, int, int], *sources: Source) -> WeightSpec:
-    """A stack of linears [experts, out, in]; only the first source may be quantised."""
+    """Return the spec of a stack of linears [experts, out, in]; only the first source may be quantised."""
     quantized = make_format(config.expert_format, config.quantization)
     count = shape[0] if sources[0].per_expert else 1
     form = quantized.for_experts([name.format(expert=index) for index in range(count) for name in sources[0].names])

@@ -40,7 +40,7 @@ class ResidentWeights:
 
     def __init__(self, parts: Mapping[str, Mapping[str, Weight]],
                  experts: Mapping[str, LayerExperts] | None = None) -> None:
-        """`experts`: by part, of those parts whose experts do not all stay."""
+        """Hold the weights. `experts`: by part, of those parts whose experts do not all stay."""
         self.parts = dict(parts)
         self._experts = experts or {}
         self._contexts = {name: nullcontext(self.whole(name)) for name in parts}
@@ -70,11 +70,11 @@ class ResidentWeights:
 
 
 def split_experts(weights: Mapping[str, Weight]) -> tuple[dict[str, Weight], dict[str, Weight]]:
-    """(what every token goes through, the stacks of experts) of a part."""
+    """Return what every token of a part goes through, and its stacks of experts."""
     experts = {name: weight for name, weight in weights.items() if is_expert(name)}
     return {name: weight for name, weight in weights.items() if name not in experts}, experts
 
 
 def one_expert_of(stacks: Mapping[str, Weight], index: int) -> dict[str, Weight]:
-    """The stacks cut down to one expert, still stacks."""
+    """Return the stacks cut down to one expert, still stacks."""
     return {name: mapped(weight, lambda tensor: tensor[index : index + 1]) for name, weight in stacks.items()}

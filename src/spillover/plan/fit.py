@@ -43,7 +43,8 @@ class Sizes:
 
     def __init__(self, request: PlanRequest, config: ModelConfig, shape: ModelShape, device: str, native: bool,
                  tiers: tuple[TierPlan, ...] = (), host_bytes: int = 0, draft_scratch: int | None = None) -> None:
-        """`draft_scratch`: what products with weights of a model that drafts take; None: there is no such model."""
+        """Compute the sizes. `draft_scratch`: what products with weights of a model that drafts take; None: there is no
+        such model."""
         self.request = request
         self.config = config
         self.shape = shape

@@ -66,8 +66,9 @@ class HeadStudent(nn.Module):
         self.cos, self.sin = rope_tables(target, positions, device)
 
     def forward(self, ids: Tensor, features: Tensor, passes: int) -> list[Tensor]:
-        """ids [B, T] and hidden states of the model [B, T, taps * hidden] -> for each pass what the head says after the
-        final norm [B, T, hidden]; row p of pass n counts from position n on, and tells token p + 1."""
+        """Run the passes, ids [B, T] and hidden states of the model [B, T, taps * hidden] -> for each pass what the
+        head says after the final norm [B, T, hidden]; row p of pass n counts from position n on, and tells token p +
+        1."""
         embedded = self.input_layernorm(F.embedding(ids, self.get_buffer("embedded")))
         before, keys, said = F.pad(self.fc(features)[:, :-1], (0, 0, 1, 0)), [], []
         for _ in range(passes):
@@ -88,7 +89,7 @@ class HeadStudent(nn.Module):
         return self.cos[:ids.shape[1]], self.sin[:ids.shape[1]]
 
     def _heads(self, x: Tensor) -> Tensor:
-        """x [B, T, heads * dim] -> [B, heads, T, dim]."""
+        """Split heads, x [B, T, heads * dim] -> [B, heads, T, dim]."""
         return x.view(*x.shape[:2], -1, self.config.head_dim).transpose(1, 2)
 
     def _attended(self, q: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:

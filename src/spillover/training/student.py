@@ -54,7 +54,7 @@ class Layer(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, hidden] -> the same; cos and sin [T, head_dim / 2]."""
+        """Run the layer, x [B, T, hidden] -> the same; cos and sin [T, head_dim / 2]."""
         count, length, _ = x.shape
         normed = self.input_layernorm(x)
         q = self.q_proj(normed).view(count, length, self.heads, self.head).transpose(1, 2)
@@ -83,7 +83,7 @@ class Student(nn.Module):
         self.cos, self.sin = rope_tables(config, positions, device)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [B, T] -> hidden states [B, T, hidden] after the final norm."""
+        """Run the model, ids [B, T] -> hidden states [B, T, hidden] after the final norm."""
         x = self.embed_tokens(ids)
         cos, sin = self.cos[:ids.shape[1]], self.sin[:ids.shape[1]]
         for layer in self.layers:

@@ -111,7 +111,8 @@ class WorkloadOptions:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> WorkloadOptions:
-        """Names with hyphens or underscores; None is "not given". `defaults`: in place of the class's own."""
+        """Take options by names with hyphens or underscores; None is "not given". `defaults`: in place of the class's
+        own."""
         workload, others = cls.split(options, defaults)
         if others:
             name = next(iter(others))
@@ -135,7 +136,7 @@ class WorkloadOptions:
         return cls(**{**(defaults or {}), **mine}, given=frozenset(mine))._checked(), others
 
     def as_dict(self) -> dict[str, Any]:
-        """What was asked for, by the names of the options."""
+        """Return what was asked for, by the names of the options."""
         values = {item.name: getattr(self, item.name) for item in _fields()
                   if item.name in self.given or getattr(self, item.name) != item.default}
         return {"dataset-name": self.dataset, **{_option(name): list(value) if isinstance(value, tuple) else value

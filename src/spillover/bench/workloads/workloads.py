@@ -53,16 +53,17 @@ class Conversations:
 
     @property
     def longest(self) -> int:
-        """Tokens of a chat at its end."""
+        """Return the tokens of a chat at its end."""
         return self.prefix_len + self.rounds * (self.question_len + self.answer_len)
 
     def question(self, chat: int, turn: int) -> tuple[int, ...]:
-        """What is added to a chat for its turn; the first time also the text it begins with."""
+        """Return what is added to a chat for its turn; the first time also the text it begins with."""
         length = self.question_len + (self.prefix_len if turn == 0 else 0)
         return self.vocabulary.draw(np.random.default_rng([self.seed, chat + 1, turn + 1]), length)
 
     def order(self, turn: int) -> list[int]:
-        """The chats in the order of one round. Nobody speaks twice in a row, so that no chat is found where it was."""
+        """Return the chats in the order of one round. Nobody speaks twice in a row, so that no chat is found where it
+        was."""
         chats: list[int] = np.random.default_rng([self.seed, turn + 1]).permutation(self.count).tolist()
         if turn and self.count > 1 and chats[0] == self.order(turn - 1)[-1]:
             chats[0], chats[1] = chats[1], chats[0]
@@ -76,7 +77,7 @@ def is_usable(prompt_len: int, output_len: int, check_output: bool = True) -> bo
 
 
 def read_talks(path: str) -> list[list[str]]:
-    """What was said in each conversation of at least a question and an answer."""
+    """Return what was said in each conversation of at least a question and an answer."""
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
         talks = [entry.get("conversations", entry.get("conversation", [])) for entry in entries]

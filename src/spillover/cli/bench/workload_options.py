@@ -27,7 +27,7 @@ _ALIASES = {"dataset_path": ("--dataset",), "random_prefix_len": ("--prefix-len"
 
 
 def workload_options(of_engine: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:
-    """Gives a command every workload flag; it receives one `workload: WorkloadOptions`. `of_engine`: flags that the
+    """Give a command every workload flag; it receives one `workload: WorkloadOptions`. `of_engine`: flags that the
     command has as the engine's, whose values are the workload's as well."""
     own = [name for name in names() if name not in of_engine]
 
@@ -49,7 +49,7 @@ def workload_options(of_engine: Sequence[str] = (), **defaults: Any) -> Callable
 
 def ask_server(workload: WorkloadOptions, base_url: str, model: str | None = None, api_key: str | None = None,
                headers: Mapping[str, str] | None = None, insecure: bool = False) -> ServedModel:
-    """The model behind the server, with the tokenizer of --tokenizer where that is given."""
+    """Return the model behind the server, with the tokenizer of --tokenizer where that is given."""
     from spillover.bench.serving.served_model import ServedModel
 
     return ServedModel.ask(base_url, model, api_key, open_tokenizer(workload.tokenizer), headers, insecure)

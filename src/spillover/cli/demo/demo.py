@@ -133,7 +133,7 @@ def _answer(console: Console, llm: LLM) -> None:
 
 def _serve_load(console: Console, target: EngineTarget, limits: Limits,
                 vocabulary: Vocabulary) -> tuple[int, Achieved]:
-    """The output tokens of the load, and how close its time came to the limit."""
+    """Run the load; returns its output tokens, and how close its time came to the limit."""
     from spillover.bench.bounds import achieved, workload_bound
     from spillover.bench.throughput import offline, run_once
     from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload, mixed_shapes

@@ -44,7 +44,7 @@ def placement_table(plan: WeightPlan) -> Table:
 
 
 def predicted_table(predicted: Predicted, rates: Rates | None = None) -> Table:
-    """Each step's share of the roof that binds it, and what the others take."""
+    """Show each step's share of the roof that binds it, and what the others take."""
     table = make_table("Predicted (best case)", "Step", "Time", "Rate", "Bound by", "Details",
                        text=("Bound by", "Details"), caption=_assumed(predicted, rates))
 
@@ -62,7 +62,7 @@ def predicted_table(predicted: Predicted, rates: Rates | None = None) -> Table:
 
 
 def substitute_table(plan: SubstitutePlan) -> Table:
-    """What a pass that verifies a draft costs and brings; without measured rates, what it moves."""
+    """Show what a pass that verifies a draft costs and brings; without measured rates, what it moves."""
     assumed = (f"Assumed: {ACCEPTED:.0%} of every draft of {plan.num_tokens} is accepted, so that a pass brings "
                f"{plan.tokens_per_pass:.3g} tokens; how many depends on the model and the text.")
     table = make_table(f"Substitutes in {plan.dtype}", "What", "Value", "Details", text=("Details",),
@@ -77,7 +77,7 @@ def substitute_table(plan: SubstitutePlan) -> Table:
 
 
 def _caption(plan: WeightPlan) -> str | None:
-    """What a reader cannot tell from the rows."""
+    """Return what a reader cannot tell from the rows."""
     said = []
     if plan.quota:
         said.append(f"Steps of up to {plan.paged_tokens} token{'s' * (plan.paged_tokens > 1)} fetch the experts they "

@@ -26,7 +26,7 @@ from spillover.models.config import ModelConfig
 
 
 def spill_codec(config: EngineConfig, model: ModelConfig, pool: Tensor, block_size: int) -> KVCodec | None:
-    """What blocks are narrowed with on their way to host memory; None where they stay as they are."""
+    """Return what blocks are narrowed with on their way to host memory; None where they stay as they are."""
     if config.spill_dtype in ("auto", config.kv_cache_dtype):
         return None
     return KVCodec(pool.shape[1], model.num_kv_heads, block_size, model.head_dim, pool.dtype, config.spill_dtype,
@@ -37,7 +37,8 @@ class OffloadStage:
     """The buffers that segments pass through, kept from step to step. One step at a time uses them."""
 
     def __init__(self, pool: Tensor, block_size: int, transfers: Transfers, codec: KVCodec | None = None) -> None:
-        """`pool` [num_blocks, layers, 2, Hk, size]; `codec`: what blocks in host memory are narrowed with, if any."""
+        """Make the buffers. `pool` [num_blocks, layers, 2, Hk, size]; `codec`: what blocks in host memory are narrowed
+        with, if any."""
         self.block_size = block_size
         self.layers = pool.shape[1]
         self.segment_blocks = segment_blocks(block_size, pool.device.type)
@@ -114,7 +115,7 @@ class _CpuCopier:
         self._copies: list[CpuCopy | None] = [None] * SEGMENTS
 
     def prepare(self, addresses: Sequence[int]) -> None:
-        """Blocks that were not there the step before."""
+        """Get blocks ready that were not there the step before; `addresses`: theirs in host memory."""
 
     def begin(self, buffer: int, blocks: Tensor, layer: int, stage: Tensor) -> None:
         self._copies[buffer] = self._transfers.submit(partial(stage_blocks, blocks, layer, stage, self._codec),

@@ -26,7 +26,8 @@ class ExpertSlots:
 
     def __init__(self, cache: ExpertCache, record: Record, arena: Tensor, source: Callable[[int, int], Source],
                  transfers: Transfers) -> None:
-        """`source(layer, expert)`: the record, in host memory or on disk; layers are numbered as in the cache."""
+        """Hold the slots. `source(layer, expert)`: the record, in host memory or on disk; layers are numbered as in the
+        cache."""
         self.cache = cache
         self._record = record
         self._arena = arena
@@ -119,7 +120,8 @@ class SlotExperts:
 
     def __init__(self, slots: ExpertSlots, layer: int,
                  next_router: Callable[[], tuple[Linear, Tensor | None]] | None) -> None:
-        """`next_router`: the weights of the next layer's, for guesses; None: nobody guesses."""
+        """Serve a layer from slots. `next_router`: the weights of the next layer's, for guesses; None: nobody
+        guesses."""
         self._slots = slots
         self._layer = layer
         self._next_router = next_router
@@ -167,7 +169,7 @@ class InPlaceExperts:
     """One layer's experts, computed where their records lie."""
 
     def __init__(self, record: Record, source: Callable[[int], Tensor]) -> None:
-        """`source(expert)`: an expert's bytes."""
+        """Serve a layer's experts where they lie. `source(expert)`: an expert's bytes."""
         self._record = record
         self._source = source
         self.computed = 0  # experts, over all steps

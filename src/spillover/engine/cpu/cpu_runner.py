@@ -91,8 +91,8 @@ class CpuRunner:
     def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, limits: StepLimits,
                  transfers: Transfers, decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
                  stage: OffloadStage | None = None, beside: CpuRunner | None = None) -> None:
-        """`stage`: what the cold blocks of sequences longer than the pool pass through. `beside`: a runner whose
-        device this one shares, so that their steps run one after another."""
+        """Make the runner. `stage`: what the cold blocks of sequences longer than the pool pass through. `beside`: a
+        runner whose device this one shares, so that their steps run one after another."""
         self.model = model
         self.weights = weights
         self.kv = kv

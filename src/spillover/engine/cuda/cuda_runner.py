@@ -103,8 +103,9 @@ class CudaRunner:
                  limits: StepLimits, transfers: Transfers, decode: Callable[[int], str] | None = None,
                  kv_dtype: str = "auto",
                  stage: OffloadStage | None = None, graphs: bool = True, beside: CudaRunner | None = None) -> None:
-        """`stage`: what the cold blocks of sequences longer than the pool pass through. `beside`: a runner of the same
-        device, whose stream this one shares: kernels keep counters that no two launches may use at once."""
+        """Make the runner. `stage`: what the cold blocks of sequences longer than the pool pass through. `beside`: a
+        runner of the same device, whose stream this one shares: kernels keep counters that no two launches may use at
+        once."""
         config, groups = model.config, len(model.groups)
         self.model = model
         self.weights = weights

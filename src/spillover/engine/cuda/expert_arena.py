@@ -15,7 +15,7 @@ class ExpertArena:
     """Slots of one expert each on the device, the stream buffers after all others."""
 
     def __init__(self, slots: Tensor, record: Record) -> None:
-        """`slots`: uint8 [n, record]."""
+        """Lay records over slots. `slots`: uint8 [n, record]."""
         self.slots = slots
         self.record_bytes = record.nbytes
         self.first, self.second = expert_stacks(cast(ExpertWeights, record.stacks(slots)))

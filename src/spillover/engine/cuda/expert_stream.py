@@ -25,8 +25,8 @@ MAX_CAPTURED_ROWS = 512  # of a step that streams
 class ExpertStream:
     def __init__(self, arena: ExpertArena, table: PageTable, records: Sequence[Tensor], buffers: StreamBuffers,
                  host: HostShare | None) -> None:
-        """`records`: each layer's experts in host memory [experts, record]; `buffers`: over the arena's slots behind
-        those of the table."""
+        """Make the stream. `records`: each layer's experts in host memory [experts, record]; `buffers`: over the
+        arena's slots behind those of the table."""
         self.num_hosted = 0  # experts that the host computed
         self.copies = 0
         self.bytes_moved = 0

@@ -19,8 +19,8 @@ from spillover.memory.experts import ExpertCache
 class FetchedExperts(GraphAware):
     def __init__(self, arena: ExpertArena, cache: ExpertCache, source: Callable[[int, int], Tensor],
                  copy: Callable[[Tensor, Tensor], object]) -> None:
-        """`cache`: which expert lies in which slot; `source(layer, expert)`: its record, read if need be; `copy` brings
-        that into a slot."""
+        """Make the store. `cache`: which expert lies in which slot; `source(layer, expert)`: its record, read if need
+        be; `copy` brings that into a slot."""
         self.arena = arena
         self._cache = cache
         self._source = source

@@ -33,8 +33,9 @@ class Key(NamedTuple):
 
 
 def prompt_ladder(most: int, drafts: bool = False) -> list[int]:
-    """In steps of 16, of 32 from 256, of 64 from 512: at most an eighth of many rows is padding; `most` ends it, and
-    with 0 there are none. With `drafts`, smaller steps too: those that verify the draft of a request or two."""
+    """Return sizes in steps of 16, of 32 from 256, of 64 from 512: at most an eighth of many rows is padding; `most`
+    ends it, and with 0 there are none. With `drafts`, smaller steps too: those that verify the draft of a request or
+    two."""
     sizes = [*range(16, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
     if drafts:
         sizes = [2, 3, 4, 5, 6, 8, 10, 12, *sizes]
@@ -42,7 +43,7 @@ def prompt_ladder(most: int, drafts: bool = False) -> list[int]:
 
 
 def ladder(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, then in steps of 8 up to 256, of 32 beyond; `most` ends it."""
+    """Return the sizes 1, 2, 4, 8, 16, then in steps of 8 up to 256, of 32 beyond; `most` ends it."""
     sizes = [1, 2, 4, 8, *range(16, 257, 8), *range(288, most + 1, 32)]
     return [size for size in sizes if size < most] + [most]
 
@@ -67,7 +68,7 @@ class _Captured:
 
 class Graphs:
     def __init__(self, device: torch.device, max_num_seqs: int, prompt_rows: int, drafts: bool = False) -> None:
-        """`prompt_rows`: largest prefill step captured; 0 disables. `drafts`: are verified."""
+        """Make no graph yet. `prompt_rows`: largest prefill step captured; 0 disables. `drafts`: are verified."""
         self._sizes = ladder(max_num_seqs)
         self._prompt_sizes = prompt_ladder(prompt_rows, drafts)
         self._device = device

@@ -18,9 +18,9 @@ class HostShare:
 
     def __init__(self, cores: HostExperts, queue: HostExpertQueue, split: Sequence[Tensor | None],
                  streamed: Callable[[int], float]) -> None:
-        """`split`: by layer, int32 [pairs + 1]: of n missing experts of a step that pages, how many the host computes;
-        None: none. `streamed(rows)`: the fraction that it computes of those missing in a step that streams. The queue
-        has room for MAX_STREAMED_TOKENS."""
+        """Give the host its share. `split`: by layer, int32 [pairs + 1]: of n missing experts of a step that pages, how
+        many the host computes; None: none. `streamed(rows)`: the fraction that it computes of those missing in a step
+        that streams. The queue has room for MAX_STREAMED_TOKENS."""
         cores.attach(queue)
         self.queue = queue
         self.split = split

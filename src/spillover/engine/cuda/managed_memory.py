@@ -29,7 +29,7 @@ class ManagedBuffer:
     """Managed memory as torch.as_tensor takes it; freed when the last tensor over it goes."""
 
     def __init__(self, driver: CudaDriver, context: int, address: int, nbytes: int) -> None:
-        """`address`: of enough memory for `nbytes` that begin at a whole block of the driver's."""
+        """Hold memory at `address`, enough for `nbytes` that begin at a whole block of the driver's."""
         self.address = -(-address // HUGE_PAGE) * HUGE_PAGE
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
@@ -37,14 +37,14 @@ class ManagedBuffer:
 
 
 class CudaManagedMemory:
-    """A memory.managed.pages.ManagedMemory."""
+    """Allocates and moves managed memory of a CUDA device, as memory.managed.pages.ManagedMemory says."""
 
     faults = None  # only CUPTI counts them
 
     def __init__(self, transfers: CudaTransfers, beside: int, oversubscribe: bool,
                  driver: CudaDriver | None = None) -> None:
-        """`beside`: bytes of the device that plain memory is going to take; `oversubscribe`: allocate more than the
-        card has free, if need be."""
+        """Make the allocator. `beside`: bytes of the device that plain memory is going to take; `oversubscribe`:
+        allocate more than the card has free, if need be."""
         self._transfers = transfers
         self._driver = driver or cuda_driver()
         self._device = transfers.device.index or 0

@@ -31,9 +31,9 @@ class PagedExperts(GraphAware):
     def __init__(self, arena: ExpertArena, table: PageTable, records: Sequence[Tensor], buffers: StreamBuffers,
                  paged_tokens: int, k: int, host: HostShare | None = None,
                  policy: PolicyThread | None = None) -> None:
-        """`records`: each layer's experts in host memory [experts, record]; `buffers`: over the arena's slots behind
-        those of the table; `paged_tokens`: of the largest step that pages, while no slot is lent; `k`: experts of a
-        token; `policy`: None if what experts are worth never changes."""
+        """Make the page table's owner. `records`: each layer's experts in host memory [experts, record]; `buffers`:
+        over the arena's slots behind those of the table; `paged_tokens`: of the largest step that pages, while no slot
+        is lent; `k`: experts of a token; `policy`: None if what experts are worth never changes."""
         self.arena = arena
         self.table = table
         self._records = records
@@ -110,7 +110,7 @@ class PagedExperts(GraphAware):
                              gathered, hosted + stream.num_hosted)
 
     def lend(self, layer: int, most: int) -> range:
-        """The table is changed on the device, in the order of steps, and nothing waits for it."""
+        """Change the table on the device, in the order of steps; nothing waits for it."""
         lent, first, end = self._lent[layer], self._first[layer], self._first[layer + 1]
         most = min(most, end - first - len(lent) - (self._k + 1))
         if most <= 0:

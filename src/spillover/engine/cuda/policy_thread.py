@@ -37,7 +37,7 @@ class PolicyThread:
         self._thread.start()
 
     def ended(self) -> None:
-        """One more step has gone through the page table."""
+        """Note that one more step has gone through the page table."""
         with self._news:
             self._ended = True
             self._news.notify()
@@ -49,7 +49,7 @@ class PolicyThread:
         self._thread.join()
 
     def read(self, last: int) -> None:
-        """Tells the policy of the steps up to `last`, as far as the log still has them."""
+        """Tell the policy of the steps up to `last`, as far as the log still has them."""
         rows = self._table.log.shape[0]
         for step in range(max(self._read + 1, last - rows + 2), last + 1):
             row = self._table.log[step % rows]
@@ -70,7 +70,7 @@ class PolicyThread:
         self._stream.synchronize()  # the buffer is written again
 
     def _complete(self) -> int:
-        """The last step whose log is whole; the one after it may be under way."""
+        """Return the last step whose log is whole; the one after it may be under way."""
         with torch.cuda.stream(self._stream):
             return int(self._table.step.item()) - 1
 

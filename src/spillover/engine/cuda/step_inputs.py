@@ -58,7 +58,7 @@ class InputOffsets:
 
     @staticmethod
     def of(shape: StepShape, groups: int, longest: int, kv_heads: int) -> InputOffsets:
-        """`longest`: tokens that a request may have."""
+        """Place the arrays of a shape. `longest`: tokens that a request may have."""
         sizes = {"T": shape.rows, "B": shape.requests, "B+1": shape.requests + 1, "R": shape.samples}
         end, arrays = _ALIGNMENT, {}
         for name, (dtype, size) in ARRAYS.items():

@@ -30,7 +30,8 @@ class Group:
 
 class StreamBuffers:
     def __init__(self, slots: Tensor, size: int, transfers: CudaTransfers | None) -> None:
-        """`slots` [n, bytes], in places of `size` slots each; `transfers`: None where slots are on a CPU, in tests."""
+        """Use `slots` [n, bytes], in places of `size` slots each; `transfers`: None where slots are on a CPU, in
+        tests."""
         self._places = [slots[start : start + size] for start in range(0, len(slots) - size + 1, size)]
         self.size = size
         self._transfers = transfers
@@ -49,8 +50,8 @@ class StreamBuffers:
             self._transfers.queue.count(priority, nbytes)
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """A step's groups, in the order they will be taken in. Also while a graph of the step is recorded: what ran
-        before it is not waited for one by one, but as a whole."""
+        """Begin a step with its groups, in the order they will be taken in; also while its CUDA graph is captured. What
+        ran before it is not waited for one by one, but as a whole."""
         assert self._taken == len(self._groups), "the step before has not taken all of its groups"
         self._groups, self._started, self._taken, self._arrived = groups, 0, 0, []
         self._left = [None] * len(self._places)
@@ -60,7 +61,7 @@ class StreamBuffers:
             self._start()
 
     def take(self) -> int:
-        """The place of the next group, once it is there; `leave` it before the next is taken."""
+        """Return the place of the next group, once it is there; `leave` it before the next is taken."""
         arrived = self._arrived[self._taken]
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)
@@ -89,7 +90,7 @@ class StreamBuffers:
 
 
 def _runs(experts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(where, first, count) of experts that follow each other, which one copy takes."""
+    """Return (where, first, count) of experts that follow each other, which one copy takes."""
     runs: list[tuple[int, int, int]] = []
     for at, expert in enumerate(experts):
         if runs and runs[-1][1] + runs[-1][2] == expert:

@@ -56,6 +56,6 @@ def stream_plan(slot_of: npt.NDArray[np.int32], runs: Sequence[Tensor], share: f
 
 
 def _sent(array: npt.NDArray[np.int32], device: torch.device) -> Tensor:
-    """In the order of steps: a copy from memory that is not pinned would wait for those before it."""
+    """Send an array in the order of steps: a copy from memory that is not pinned would wait for those before it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -163,7 +163,7 @@ class Follower:
     """Runs what rank 0 sends, at another rank."""
 
     def __init__(self, runner: StepRunner, ahead: bool) -> None:
-        """`ahead`: launch a step while earlier ones run, as many as at rank 0; else wait for each."""
+        """Follow rank 0. `ahead`: launch a step while earlier ones run, as many as at rank 0; else wait for each."""
         self._runner = runner
         self._ahead = ahead
         self._launched: deque[LaunchedStep] = deque()

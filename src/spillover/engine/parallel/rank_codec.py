@@ -16,8 +16,8 @@ class RankCodec:
     """A TensorCodec of rank 0's link, whose blocks on the device are the parts of all ranks."""
 
     def __init__(self, pools: list[tuple[Tensor, range]], num_heads: int, inner: KVCodec | None) -> None:
-        """`pools`: of all ranks [num_blocks + 1, layers * 2, heads, bytes] uint8, rank 0's first, with the heads that
-        each holds of the model's `num_heads`. `inner`: narrows whole blocks."""
+        """Make the codec. `pools`: of all ranks [num_blocks + 1, layers * 2, heads, bytes] uint8, rank 0's first, with
+        the heads that each holds of the model's `num_heads`. `inner`: narrows whole blocks."""
         assert {head for _, heads in pools for head in heads} == set(range(num_heads))
         self._pools = [(pool, slice(heads.start, heads.stop)) for pool, heads in pools]
         _, rows, _, head_bytes = pools[0][0].shape

@@ -72,7 +72,8 @@ def _kind(name: str) -> str:
 
 
 def _outer(kinds: Sequence[str], layered: bool) -> list[str]:
-    """Before the first norm, or after the last: any product makes logits, and what chooses chooses tokens."""
+    """Name the kernels before the first norm, or after the last: any product makes logits, and what chooses chooses
+    tokens."""
     head = HEAD if layered else OTHER
     return [{_PRODUCT: head, _REDUCTION: head, _CHOICE: SAMPLING, ACTIVATION: OTHER}.get(kind, kind) for kind in kinds]
 
@@ -84,7 +85,8 @@ def _attention_half(kinds: Sequence[str]) -> list[str]:
 
 
 def _mlp_half(kinds: Sequence[str]) -> list[str]:
-    """The first product is the gate's and the router's; a router is followed by a choice of experts."""
+    """Name the kernels: the first product is the gate's and the router's; a router is followed by a choice of
+    experts."""
     chosen = next((place for place, kind in enumerate(kinds) if kind in (ROUTER, PAGING, EXPERTS, _CHOICE)), None)
     parts, products = [], 0
     for place, kind in enumerate(kinds):

@@ -23,7 +23,7 @@ Chances = npt.NDArray[np.float64]
 
 class Acceptance:
     def __init__(self, positions: int, slots: int = 64, hope: float = 0.0) -> None:
-        """`hope`: how often drafts are taken to be right before anything is known of them."""
+        """Start counting. `hope`: how often drafts are taken to be right before anything is known of them."""
         self._hope = hope
         self._reached = np.zeros((slots, positions))
         self._offered = np.zeros((slots, positions))

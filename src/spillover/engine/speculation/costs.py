@@ -21,7 +21,8 @@ class StepCosts:
     """Seconds of a step by its rows; sizes between those that were measured are interpolated."""
 
     def __init__(self, below: StepCosts | None = None) -> None:
-        """`below`: costs of another kind of steps, which say how those of sizes not measured here grow."""
+        """Start without measurements. `below`: costs of another kind of steps, which say how those of sizes not
+        measured here grow."""
         self._below = below
         self._measured: dict[int, deque[float]] = {}
         self._doubted: set[int] = set()  # sizes whose first measurement was left out

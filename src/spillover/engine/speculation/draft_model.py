@@ -30,7 +30,7 @@ class DraftModel:
 
     def __init__(self, runner: StepRunner, blocks: OwnBlocks, vocabulary: DraftVocabulary,
                  max_num_batched_tokens: int, expected: tuple[float, ...] | None = None) -> None:
-        """`expected`: as `Drafter` says."""
+        """Make the drafter. `expected`: as `Drafter` says."""
         self.expected = expected
         self.runner = runner
         self.blocks = blocks

@@ -25,7 +25,7 @@ MOSTLY_PLAIN = 16  # decoded rows for each drafted one from which what all fetch
 
 class ExpertPrice:
     def __init__(self, traffic: Callable[[], WeightTraffic], link_rate: float | None = None) -> None:
-        """`traffic`: counts so far, which wait for a step that runs; `link_rate`: bytes a second."""
+        """Start measuring. `traffic`: counts so far, which wait for a step that runs; `link_rate`: bytes a second."""
         self._traffic = traffic
         self._link_rate = link_rate
         self._seen = traffic()

@@ -24,7 +24,7 @@ class HeadDrafter:
     sequential = True  # each token takes a pass of the head
 
     def __init__(self, runner: DraftingRunner, kv: KVCache, expected: tuple[float, ...] | None = None) -> None:
-        """`expected`: as `Drafter` says."""
+        """Make the drafter. `expected`: as `Drafter` says."""
         self.expected = expected
         self._runner = runner
         self._kv = kv

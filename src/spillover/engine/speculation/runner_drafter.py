@@ -118,7 +118,7 @@ class RunnerDrafter:
 
     def __init__(self, runner: StepRunner, blocks: DraftBlocks, max_num_batched_tokens: int,
                  expected: tuple[float, ...] | None = None) -> None:
-        """`max_num_batched_tokens`: of a step of the runner. `expected`: as `Drafter` says."""
+        """Make the drafter. `max_num_batched_tokens`: of a step of the runner. `expected`: as `Drafter` says."""
         self.expected = expected
         self._runner = runner
         self._blocks = blocks

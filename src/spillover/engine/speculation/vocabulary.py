@@ -40,7 +40,7 @@ class SameVocabulary:
     """Both models have the same ids; the draft model may have a few more, which no text has."""
 
     def __init__(self, vocab_size: int) -> None:
-        """`vocab_size`: of the model that verifies."""
+        """Map every id to itself. `vocab_size`: of the model that verifies."""
         self._vocab_size = vocab_size
 
     def side(self, request: Request) -> Request:
@@ -58,8 +58,8 @@ class ReducedVocabulary:
     """The draft model knows the most frequent tokens only, and one id for all others, which ends a draft."""
 
     def __init__(self, target_ids: npt.NDArray[np.int64], vocab_size: int) -> None:
-        """`target_ids`: of each draft id but the last, which stands for all others; `vocab_size`: of the model that
-        verifies."""
+        """Map ids by a table. `target_ids`: of each draft id but the last, which stands for all others; `vocab_size`:
+        of the model that verifies."""
         self._target_ids: list[int] = target_ids.tolist()
         self._draft_ids = np.full(vocab_size, len(target_ids), dtype=np.int32)
         self._draft_ids[target_ids] = np.arange(len(target_ids), dtype=np.int32)

@@ -23,7 +23,7 @@ class DiskWeights:
         self.bytes_read = 0
 
     def unit(self, part: str, own: Record | None, expert: Record | None, experts: int) -> Tensor:
-        """The bytes that a ring buffer is to hold."""
+        """Read a unit: the bytes that a ring buffer is to hold."""
         own_size = own.nbytes if own is not None else 0
         run = torch.empty(own_size + (expert.nbytes * experts if expert is not None else 0), dtype=torch.uint8)
         with self._lock:

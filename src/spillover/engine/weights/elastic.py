@@ -22,13 +22,13 @@ from spillover.kernels.huge_pages import map_pages
 
 log = logging.getLogger("spillover.engine")
 
-RUN = 4  # slots side by side that are lent and come back together, where there are so many
+RUN = 4  # slots side by side that are lent and come back together; fewer where a layer has fewer
 
 
 @dataclass(frozen=True)
 class ElasticMemory:
     run: Tensor  # uint8
-    kv_bytes: int  # the first so many are KV's own
+    kv_bytes: int  # at the beginning, KV's own
     slot_bytes: int
 
     @classmethod
@@ -42,17 +42,17 @@ class ElasticMemory:
 
     @property
     def slots(self) -> Tensor:
-        """[slots, bytes of one]."""
+        """Return the slots, [slots, bytes of one]."""
         return self.run[_aligned(self.kv_bytes) :].view(-1, self.slot_bytes)
 
     def pool(self, block_bytes: int) -> Tensor:
-        """[blocks, bytes of one], over all of it; KV's own are zeroed."""
+        """Return the blocks, [blocks, bytes of one], over all of it; KV's own are zeroed."""
         self.run[: self.kv_bytes].zero_()
         count = len(self.run) // block_bytes
         return self.run[: count * block_bytes].view(count, block_bytes)
 
     def blocks_in(self, slots: range, block_bytes: int) -> range:
-        """Those that lie in slots side by side as a whole."""
+        """Return the blocks that lie as a whole in slots side by side."""
         base = _aligned(self.kv_bytes)
         start, end = base + slots.start * self.slot_bytes, base + slots.stop * self.slot_bytes
         return range(-(-start // block_bytes), end // block_bytes)
@@ -60,7 +60,7 @@ class ElasticMemory:
 
 class LendsSlots(Protocol):
     def lend(self, layer: int, most: int) -> range:
-        """Takes up to `most` slots of a layer, side by side, out of use; none where it has none to spare."""
+        """Take up to `most` slots of a layer, side by side, out of use; none where it has none to spare."""
         ...
 
     def give_back(self, layer: int, slots: range) -> None: ...
@@ -71,7 +71,8 @@ class SlotLender:
 
     def __init__(self, memory: ElasticMemory, experts: LendsSlots, layers: int, most: int, block_bytes: int,
                  in_order: Callable[[Callable[[], Any]], Any]) -> None:
-        """`most`: slots that may be lent, of all layers together; `in_order` makes a change between two steps."""
+        """Make the lender. `most`: slots that may be lent, of all layers together; `in_order` makes a change between
+        two steps."""
         self._memory = memory
         self._experts = experts
         self._layers = layers
@@ -83,7 +84,7 @@ class SlotLender:
 
     @property
     def slots(self) -> int:
-        """Lent now."""
+        """Return how many are lent now."""
         return sum(len(slots) for _, slots in self._lent.values())
 
     def lend(self, blocks: int) -> list[Sequence[int]]:

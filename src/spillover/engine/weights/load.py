@@ -64,7 +64,7 @@ def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpec
 
 def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterator[tuple[str, dict[str, Weight]]],
             specs: WeightSpecs, path: Path | None, transfers: Transfers, cuts: Cuts | None = None) -> EngineWeights:
-    """`path`: the checkpoint, where some weights stay on disk."""
+    """Place the weights. `path`: the checkpoint, where some weights stay on disk."""
     placement = plan.placement
     if placement is None:
         return FixedWeights(dict(parts))
@@ -111,7 +111,7 @@ def _on_disk(plan: Plan) -> bool:
 
 
 def _stays(plan: Plan, part: str, spec: WeightSpec) -> bool:
-    """Whether a weight is resident."""
+    """Return whether a weight is resident."""
     placement = plan.placement
     if placement is None:
         return True

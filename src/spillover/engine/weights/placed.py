@@ -66,7 +66,7 @@ class PassingPart:
     """A part some of whose weights pass through the ring: in use from entering to leaving."""
 
     def __init__(self, unit: str, ring: Ring, whole: Sequence[PartWeights]) -> None:
-        """`whole`: the part, by the buffer that its unit is in."""
+        """Make a part that passes through the ring. `whole`: the part, by the buffer that its unit is in."""
         self._unit = unit
         self._ring = ring
         self._whole = whole
@@ -102,7 +102,7 @@ class PlacedParts:
         self.expert_runs: dict[int, Tensor | None] = {}  # by layer: [experts, record] in host memory; None: on disk
 
     def put(self, part: str, weights: Mapping[str, Weight]) -> Tensor | None:
-        """Gives back the layer's experts as records where they are fetched one by one, so that slots can be filled."""
+        """Give back the layer's experts as records where they are fetched one by one, so that slots can be filled."""
         own, experts = split_experts(weights)
         layer = int(part.removeprefix("layers.")) if experts else -1
         expert_where = self.placement.experts.get(layer, "resident")
@@ -140,7 +140,7 @@ class PlacedParts:
         return source if isinstance(source, Tensor) else source()
 
     def ring(self) -> Ring | None:
-        """What the units pass through."""
+        """Return what the units pass through."""
         if not self.units:
             return None
         sizes = {part: unit.nbytes for part, unit in self.units.items()}
@@ -173,7 +173,7 @@ class PlacedParts:
         return lambda: disk.unit(part, unit.own, unit.expert, unit.experts)
 
     def _records(self, experts: Mapping[str, Weight]) -> Tensor:
-        """[experts, record], where the experts are."""
+        """Return [experts, record], where the experts are."""
         data = tensors_of(next(iter(experts.values())))[0]
         record = self.expert_record = self.expert_record or Record.of(one_expert_of(experts, 0))
         self.num_experts = data.shape[0]
@@ -268,7 +268,8 @@ class PlacedWeights:
 
     def __init__(self, placed: PlacedParts, experts: ExpertStore | None,
                  memory: ElasticMemory | None = None, graphs: GraphAware | None = None) -> None:
-        """`memory`: of slots and KV together, where there are slots; `graphs`: None on a CPU, which captures none."""
+        """Hold the weights. `memory`: of slots and KV together, where there are slots; `graphs`: None on a CPU, which
+        captures none."""
         self.memory = memory
         self.experts = experts
         self.graphs = graphs or GraphAware()

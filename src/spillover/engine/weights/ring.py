@@ -20,8 +20,8 @@ Source = Tensor | Callable[[], Tensor]  # what has to be read first is called on
 class Ring:
     def __init__(self, buffers: Sequence[Tensor], order: Sequence[str], sizes: Mapping[str, int],
                  source: Callable[[str], Source], transfers: Transfers, ahead: bool) -> None:
-        """`order`: the units in the order of their use in a step, which begins again after the last; `source`: the
-        bytes of one, at home."""
+        """Make the ring. `order`: the units in the order of their use in a step, which begins again after the last;
+        `source`: the bytes of one, at home."""
         self._buffers = buffers
         self._nbytes = [buffer.untyped_storage().nbytes() for buffer in buffers]
         self._order = list(order)
@@ -46,7 +46,7 @@ class Ring:
         return self._buffers
 
     def acquire(self, unit: str) -> int:
-        """The buffer that holds the unit, to be computed with until `release`."""
+        """Return the buffer that holds the unit, to be computed with until `release`."""
         index = self._find(unit)
         if index is None:
             index = self._fetch(unit, ())
@@ -64,7 +64,7 @@ class Ring:
         self._marks[index] = self._transfers.mark()
 
     def resize(self, empty: bool) -> None:
-        """Gives the buffers' memory back, or takes it again; what they held is lost."""
+        """Give the buffers' memory back, or take it again; what they held is lost."""
         for buffer, nbytes in zip(self._buffers, self._nbytes, strict=True):
             buffer.untyped_storage().resize_(0 if empty else nbytes)
         self._holds = [None] * len(self._buffers)
@@ -80,7 +80,8 @@ class Ring:
         return self._holds.index(unit) if unit in self._holds else None
 
     def _fetch(self, unit: str, keep: Sequence[str]) -> int | None:
-        """Into a buffer that nobody uses and that holds none of `keep`, the one unused for longest."""
+        """Fetch the next unit into a buffer that nobody uses and that holds none of `keep`, the one unused for
+        longest."""
         free = [index for index, held in enumerate(self._holds) if not self._users[index] and held not in keep]
         if not free:
             return None

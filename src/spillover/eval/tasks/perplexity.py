@@ -35,7 +35,7 @@ class Window:
 
 class Perplexity:
     def __init__(self, name: str, file: DataFile, window: int, stride: int, reference: Reference | None = None) -> None:
-        """`stride` tokens are scored at a time, with up to `window` tokens before the last of them."""
+        """Score `stride` tokens at a time, with up to `window` tokens before the last of them."""
         if not 1 <= stride <= window:
             raise SpilloverError(f"--stride is from 1 to --window ({window}); got {stride}")
         self.name = name

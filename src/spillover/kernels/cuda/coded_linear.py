@@ -250,7 +250,8 @@ class ManyCut(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Bytes in which sums of chunks wait: their total, or all but a block's last, which lies where stages were."""
+        """Return the bytes in which sums of chunks wait: their total, or all but a block's last, which lies where
+        stages were."""
         return self.slot * (1 if self.spread == 1 else CHUNKS // self.spread - 1)
 
     @property

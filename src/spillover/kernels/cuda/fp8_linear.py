@@ -65,12 +65,13 @@ class Shape(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Chunks of the inputs: a constant of the matrix, as another number changes the bits of every product."""
+        """Return the number of chunks of the inputs: a constant of the matrix, as another number changes the bits of
+        every product."""
         return CHUNKS if self.steps >= CHUNKS * SHORTEST else 1
 
     @property
     def chunk(self) -> int:
-        """Steps of a chunk."""
+        """Return the steps of a chunk."""
         return -(-self.steps // self.chunks)
 
     @property
@@ -79,7 +80,7 @@ class Shape(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """Channels of the result."""
+        """Return the channels of the result."""
         return self.channels // 2 if self.gated else self.channels
 
 

@@ -128,7 +128,7 @@ def pair_products(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None,
     tiles: Tiles, h: Tensor, parts: Tensor, out: Tensor | None, slots: Tensor | None = None,
 ) -> None:
-    """As kernels.triton.moe.moe.pair_products, but `parts` is left alone where there is an `out`."""
+    """Multiply as kernels.triton.moe.moe.pair_products does, but `parts` is left alone where there is an `out`."""
     pairs, k = ids.numel(), ids.shape[1]
     begins_early = early(x.device)["EARLY"]
     shared = FORMS[second.gemm.code].few_shared(second.width, k)
@@ -144,7 +144,7 @@ def tile_products(
     x: Tensor, order: Tensor, places: Tensor, k: int, first: Experts, second: Experts, limit: float | None,
     tiles: Tiles, h: Tensor, rows: Tensor, slots: Tensor | None = None,
 ) -> None:
-    """As kernels.triton.moe.moe.tile_products."""
+    """Multiply as kernels.triton.moe.moe.tile_products does."""
     for tile, stack, given, out in ((tiles[0], first, x, h), (tiles[1], second, h, rows)):
         product = _product(given, stack, out, k, limit if stack is first else None, slots)
         product.places, product.order = places.data_ptr(), order.data_ptr()

@@ -44,7 +44,7 @@ class Cut(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """Channels of a tile that are stored."""
+        """Return the channels of a tile that are stored."""
         return self.channels // 2 if self.gated else self.channels
 
     @property
@@ -57,7 +57,7 @@ class Cut(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory, with barriers."""
+        """Return the bytes of shared memory, with barriers."""
         return self.stages * ((self.rows + self.channels) * STEP * 2 + 16)
 
     def tiles(self, rows: int, channels: int) -> int:

@@ -170,8 +170,8 @@ class WeightFormat(ABC):
 
     def add_norm_linear(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, w: Linear,
                         bias: Tensor | None = None, gated: bool = False) -> tuple[Tensor, Tensor]:
-        """x and residual [T, in] -> (rms_norm(x + residual) multiplied, x + residual), for a CUDA device; `gated`: as
-        `linear_silu`."""
+        """Add, norm and multiply, x and residual [T, in] -> (rms_norm(x + residual) multiplied, x + residual), for a
+        CUDA device; `gated`: as `linear_silu`."""
         from spillover.kernels.triton.norm import add_rms_norm
 
         x, residual = add_rms_norm(x, residual, norm, eps, begin_early=not gated or x.shape[0] == 1)

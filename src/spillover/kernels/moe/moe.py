@@ -46,7 +46,7 @@ def mixture(
     x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None = None,
     own: range | None = None,
 ) -> Tensor:
-    """x [T, H], scores [T, E] -> [T, H]: every token through the k experts it scores highest.
+    """Send every token, x [T, H], scores [T, E] -> [T, H], through the k experts it scores highest.
 
     `first` [E, 2I, H] and `second` [E, H, I] are the experts' two products. With a `limit` the activation is the
     clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows. `own`: the
@@ -63,8 +63,8 @@ def mixture(
 
 def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
           own: range | None = None) -> tuple[Tensor, Tensor]:
-    """scores [T, E] -> (ids, shares) [T, k] of the experts that each token goes to, on the CPU. `own`: the experts that
-    are numbered from 0 on; others are NOT_HERE. None: all are here.
+    """Route, scores [T, E] -> (ids, shares) [T, k] of the experts that each token goes to, on the CPU. `own`: the
+    experts that are numbered from 0 on; others are NOT_HERE. None: all are here.
 
     Shares are rounded as the models' own implementations round them: those with a `limit` (gpt-oss) take the softmax of
     the chosen scores, the others choose from the softmax of all.
@@ -85,7 +85,7 @@ def here(ids: Tensor, own: range | None) -> Tensor:
 
 
 def expert_mlp(x: Tensor, first: Experts, second: Experts, index: int, limit: float | None) -> Tensor:
-    """x [T, H] -> [T, H]: one expert of the stacks, on the CPU."""
+    """Run one expert of the stacks on the CPU, x [T, H] -> [T, H]."""
     gate_up = linear(x, first.weight.expert(index), None if first.bias is None else first.bias[index])
     h = silu_and_mul(gate_up) if limit is None else clamped_swiglu(gate_up, limit)
     return linear(h, second.weight.expert(index), None if second.bias is None else second.bias[index])
@@ -108,7 +108,7 @@ def expert_mlp_reference(x: Tensor, first: Experts, second: Experts, index: int,
 
 
 def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """x [T, H], topk_ids and topk_weights [T, k] -> sum over k of weight * expert(id, row) [T, H].
+    """Compute a mixture, x [T, H], topk_ids and topk_weights [T, k] -> sum over k of weight * expert(id, row) [T, H].
 
     A row's experts are added in ascending id, so its sum does not depend on the rows beside it. Ids that are NOT_HERE
     are left out.

@@ -27,7 +27,8 @@ def paged_mixture(
     split: Tensor | None = None, queue: HostExpertQueue | None = None, replay: Tensor | None = None,
     replay_at: Tensor | None = None,
 ) -> Tensor:
-    """x [T, H], scores [T, E] -> [T, H]: kernels.moe.moe.mixture where `first` and `second` are stacks of slots.
+    """Compute, x [T, H], scores [T, E] -> [T, H], kernels.moe.moe.mixture where `first` and `second` are stacks of
+    slots.
 
     `records` uint8 [E, bytes] are the layer's experts in host memory and `slots` uint8 [S, bytes] the arena that the
     stacks are views of. With a `queue` the host computes what `split` (see moe.paging.resolve) gives it. `replay`
@@ -52,22 +53,23 @@ class Passes(Protocol):
     ids: Tensor  # int32 [T, k]: whom the router chose
 
     def delegate(self, hosted: Tensor, layer: int, queue: HostExpertQueue) -> None:
-        """The host computes the experts that `hosted` int32 [E] marks, while the passes go over the others."""
+        """Have the host compute the experts that `hosted` int32 [E] marks, while the passes go over the others."""
         ...
 
     def add(self, first: Experts, second: Experts, slots_row: Tensor) -> None:
-        """Computes the experts whose slot the row int32 [E] names (others -1). Each expert must come once."""
+        """Compute the experts whose slot the row int32 [E] names (others -1). Each expert must come once."""
         ...
 
     def end(self) -> Tensor:
-        """[T, H]: to the bit what kernels.moe.moe.mixture makes of the same experts at once, but for the host's."""
+        """Return [T, H]: to the bit what kernels.moe.moe.mixture makes of the same experts at once, but for the
+        host's."""
         ...
 
 
 def begin_passes(
     x: Tensor, scores: Tensor, k: int, renormalize: bool, gemm: GroupedGemm, inner: int, limit: float | None = None
 ) -> Passes:
-    """`gemm` and `inner` are Experts.gemm of both stacks and Experts.width of the second."""
+    """Begin a mixture in passes. `gemm` and `inner` are Experts.gemm of both stacks and Experts.width of the second."""
     if x.is_cuda:
         from spillover.kernels.triton.moe.paged_moe import PassedMixture
 
@@ -78,7 +80,8 @@ def begin_passes(
 def route_reference(
     scores: Tensor, k: int, renormalize: bool, replayed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """scores [T, E] -> ids int32 [T, k], shares float32 [T, k]; `replayed` [T, k] or [1, k]: these ids instead."""
+    """Route, scores [T, E] -> ids int32 [T, k], shares float32 [T, k]; `replayed` [T, k] or [1, k]: these ids
+    instead."""
     scores = scores.float()
     ids = scores.topk(k).indices if replayed is None else replayed.long().expand(scores.shape[0], k)
     shares = scores.gather(-1, ids).softmax(-1) if renormalize else scores.softmax(-1).gather(-1, ids)
@@ -134,7 +137,7 @@ class PassedMixtureReference:
 def experts_reference(
     x: Tensor, ids: Tensor, slots_row: Tensor, first: Experts, second: Experts, limit: float | None, rows: Tensor
 ) -> None:
-    """rows[pair] = what the pair's expert makes of its token, for the experts whose slot the row [E] names."""
+    """Compute rows[pair] = what the pair's expert makes of its token, for the experts whose slot the row [E] names."""
     flat, k = ids.flatten(), ids.shape[1]
     for expert in sorted(set(flat.tolist())):
         slot = int(slots_row[expert])

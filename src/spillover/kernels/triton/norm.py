@@ -13,7 +13,7 @@ from spillover.kernels.triton.launch import AS_WRITTEN, early
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
                  begin_early: bool = True) -> tuple[Tensor, Tensor]:
-    """x and residual [T, D] -> (rms_norm(x + residual), x + residual)."""
+    """Add and norm, x and residual [T, D] -> (rms_norm(x + residual), x + residual)."""
     rows, width = x.shape
     normed, total = torch.empty_like(x), torch.empty_like(residual)
     if rows:
@@ -26,7 +26,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, D] -> [T, D], whatever lies between its rows."""
+    """Norm, x [T, D] -> [T, D], whatever lies between its rows."""
     rows, width = x.shape
     nothing = torch.zeros(1, width, dtype=x.dtype, device=x.device).expand(rows, width)
     return add_rms_norm(x, nothing, weight, eps)[0]

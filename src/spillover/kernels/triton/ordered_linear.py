@@ -103,8 +103,8 @@ def ordered_linear_silu(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Ten
 
 def add_norm_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, w: Tensor, bias: Tensor | None = None,
                     gated: bool = False) -> tuple[Tensor, Tensor]:
-    """x and residual [T, K], norm [K], w [N, K] -> (rms_norm(x + residual) times w, x + residual); `gated`: as
-    `ordered_linear_silu`."""
+    """Add, norm and multiply, x and residual [T, K], norm [K], w [N, K] -> (rms_norm(x + residual) times w, x +
+    residual); `gated`: as `ordered_linear_silu`."""
     rows, inner = x.shape
     channels = w.shape[0] // 2 if gated else w.shape[0]
     width = _ahead_width(x, w, gated)
@@ -216,7 +216,7 @@ def _describable(x: Tensor, w: Tensor) -> bool:
 
 @cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Counters of chunks done: every launch leaves them zero. Launches must not run side by side."""
+    """Return the counters of chunks done: every launch leaves them zero. Launches must not run side by side."""
     return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
 
 

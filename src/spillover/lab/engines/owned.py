@@ -139,7 +139,7 @@ def cuda_devices() -> int:
 
 
 def interpreter(spec: EngineSpec) -> str:
-    """The Python of the environment that holds the engine: the arm's, that of the variable, or this one."""
+    """Return the Python of the environment that holds the engine: the arm's, that of the variable, or this one."""
     return spec.python or os.environ.get(_variable(spec)) or sys.executable
 
 

@@ -10,7 +10,7 @@ def first_seen(position: int, window: int | None, block_size: int) -> int:
 
 def usable_blocks(rows: Sequence[Sequence[object]], windows: Sequence[int | None], block_size: int,
                   have: int = 0) -> int:
-    """Counts the blocks after the first `have` that can be shared: the most at whose end every layer group still has
+    """Count the blocks after the first `have` that can be shared: the most at whose end every layer group still has
     all that it sees. A row is one block, with an entry for each group that is false where the group has none."""
     gap = next((index for index, row in enumerate(rows) if not all(row)), len(rows))
     if gap == len(rows) or not any(windows):

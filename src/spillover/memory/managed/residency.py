@@ -23,7 +23,7 @@ class Change(Generic[Unit]):
 
 class Residency(Generic[Unit]):
     def __init__(self, sizes: Mapping[Unit, int], room: int) -> None:
-        """`sizes`: bytes of every unit; `room`: bytes that may be on the device."""
+        """Start with nothing on the device. `sizes`: bytes of every unit; `room`: bytes that may be on the device."""
         self._sizes = sizes
         self.room = room
         self._held: dict[Unit, None] = {}  # least recently used first

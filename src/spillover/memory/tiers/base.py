@@ -49,7 +49,7 @@ class Ticket(Generic[T]):
 
     @classmethod
     def ended(cls, value: T | None, error: Exception | None = None) -> "Ticket[T]":
-        """Work that needed no worker, or that was not even tried."""
+        """Return a ticket for work that needed no worker, or that was not even tried."""
         ticket: Ticket[T] = cls(time.monotonic())
         ticket._value, ticket.error, ticket._done, ticket.at = value, error, True, ticket.deadline
         return ticket

@@ -60,7 +60,7 @@ class Calibration:
 
     def __init__(self, checkpoint: Checkpoint, arch: Architecture, config: ModelConfig, specs: WeightSpecs,
                  scheme: Scheme, tokens: Tensor, device: torch.device) -> None:
-        """`tokens` [sequences, length]; `specs`: of the unquantised model."""
+        """Prepare the passes. `tokens` [sequences, length]; `specs`: of the unquantised model."""
         self._specs, self._scheme, self._config, self._device = specs, scheme, config, device
         self._model = arch.build(config, device, torch.float32, tokens.shape[1])
         self._model.kernels = CpuKernels(self._model.shape, self._model.cos, self._model.sin)  # serve any device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +23,13 @@ from spillover.models.weight_specs import WeightSpec, WeightSpecs
 HALVES = ("bfloat16", "float16")
 
 
-class QuantizedView:
+class QuantizedView(Checkpoint):
     """A compressed-tensors checkpoint whose tensors are made when they are read, those of one matrix together."""
 
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme, specs: WeightSpecs,
                  quantize: Callable[[str], Quantized] | None = None, device: torch.device | None = None) -> None:
-        """`specs`: of the unquantised model. `quantize` makes the codes of a matrix, by its name in the checkpoint;
-        None: each is rounded by itself, on `device`."""
+        """Make the view. `specs`: of the unquantised model. `quantize` makes the codes of a matrix, by its name in the
+        checkpoint; None: each is rounded by itself, on `device`."""
         self.path, self.scheme = checkpoint.path, scheme
         self.config = quantized_config(checkpoint.config, scheme)
         self._source = checkpoint
@@ -88,12 +88,6 @@ class QuantizedView:
 
     def close(self) -> None:
         self._source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def open_quantized(path: Path, scheme: Scheme, device: torch.device) -> QuantizedView:

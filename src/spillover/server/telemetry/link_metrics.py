@@ -12,7 +12,7 @@ from spillover.server.telemetry.tier_metrics import Families
 
 
 def link_families(model: str, link: LinkReport, host_pool: Mapping[str, int]) -> Iterator[Metric]:
-    """`host_pool`: bytes of host memory by use."""
+    """Yield the metrics of the link. `host_pool`: bytes of host memory by use."""
     copies, ways = Families(model, "link", ("direction", "priority")), Families(model, "link", ("direction",))
     for each in link.transfers:
         label = (each.direction, each.priority)

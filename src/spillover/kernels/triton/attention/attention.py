@@ -15,7 +15,7 @@ from spillover.kernels.triton.attention.ordered_prefill import ordered_prefill
 def attention(
     q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """As `kernels.attention.attention`."""
+    """Attend as `kernels.attention.attention` does."""
     work = batch.work or make_work(batch, q.shape[1], kv_layer.shape[2], q.shape[2], window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if work.splits is not None and work.num_splits is not None and work.scratch is not None:

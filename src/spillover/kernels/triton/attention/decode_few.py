@@ -50,7 +50,8 @@ def decode_few(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """qkv [T, H + 2 Hk, D] of requests with one new token each -> [T, H, D]; keys and values are stored."""
+    """Norm, rotate, store and attend, qkv [T, H + 2 Hk, D] of requests with one new token each -> [T, H, D]; keys and
+    values are stored."""
     work, (rows, _, dim), kv_heads = batch.work, qkv.shape, kv_layer.shape[2]
     assert work is not None
     assert work.splits is not None

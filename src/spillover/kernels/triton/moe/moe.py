@@ -54,7 +54,7 @@ def mixture(
     few_tokens: int = FEW_TOKENS,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """x [T, H], scores [T, E] -> [T, H]: every token through the k experts it scores highest.
+    """Send every token, x [T, H], scores [T, E] -> [T, H], through the k experts it scores highest.
 
     `first` [E, 2I, H] and `second` [E, H, I] are the experts' two products. With a `limit` the activation is the
     clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows.
@@ -110,8 +110,8 @@ def pair_products(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None,
     tiles: Tiles, h: Tensor, parts: Tensor, out: Tensor | None, slots: Tensor | None = None,
 ) -> None:
-    """parts[pair] = share * what its expert makes of its token, without the share if `first` is ordered; out [T, H],
-    where given, their sums over k.
+    """Compute parts[pair] = share * what its expert makes of its token, without the share if `first` is ordered; out
+    [T, H], where given, their sums over k.
 
     `slots` int32 [E]: `first` and `second` are stacks of slots, and this is where each expert lies. Pairs whose expert
     is in none (-1) are left out; there must be no `out` then.
@@ -150,7 +150,7 @@ def tile_products(
     x: Tensor, order: Tensor, places: Tensor, k: int, first: Experts, second: Experts, limit: float | None,
     tiles: Tiles, h: Tensor, rows: Tensor, slots: Tensor | None = None,
 ) -> None:
-    """rows[pair] = what its expert makes of its token; `order` and `places` as `sort_by_expert` makes them.
+    """Compute rows[pair] = what its expert makes of its token; `order` and `places` as `sort_by_expert` makes them.
 
     `slots` int32 [E]: as in `pair_products`.
     """
@@ -186,10 +186,11 @@ def _layout(stack: Experts) -> dict[str, int | bool]:
 
 @cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Counters of `experts_down_pairs`: every launch leaves them zero. Launches must not run side by side."""
+    """Return the counters of `experts_down_pairs`: every launch leaves them zero. Launches must not run side by
+    side."""
     return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel takes a pointer also where it reads nothing."""
+    """Return a tensor for a kernel, which takes a pointer also where it reads nothing."""
     return other if tensor is None else tensor

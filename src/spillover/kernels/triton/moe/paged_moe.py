@@ -33,7 +33,7 @@ def paged_mixture(
     replay_at: Tensor | None = None, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
     patience: int = PATIENCE,
 ) -> Tensor:
-    """As kernels.moe.paged_moe.paged_mixture."""
+    """Compute what kernels.moe.paged_moe.paged_mixture does."""
     if scores.shape[0] == 0:
         return torch.empty_like(x)
     replayed = None if replay is None else (replay[:, layer], table.step if replay_at is None else replay_at)
@@ -123,7 +123,8 @@ class PassedMixture:
         return out
 
     def end(self, hosted: tuple[Resolution, HostExpertQueue] | None = None, patience: int = PATIENCE) -> Tensor:
-        """As of Passes. `hosted`: what was posted for the host, where that was not by `delegate`."""
+        """Sum the passes, as Passes.end does. `hosted`: what was posted for the host, where that was not by
+        `delegate`."""
         if self._empty is not None:
             return self._empty
         if self._wide is not None:
