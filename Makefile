@@ -51,7 +51,7 @@ test-clients: venv
 	$(BIN)/python tests/clients/install.py
 	SPILLOVER_LLAMACPP_PYTHON=$(CURDIR)/.clients/xllamacpp/bin/python \
 	SPILLOVER_VLLM_PYTHON=$(CURDIR)/.clients/vllm/bin/python \
-		$(BIN)/pytest -v -rs tests/clients tests/server/test_openai_client.py tests/lab/test_engines_real.py
+		$(BIN)/pytest -v -rs tests/clients tests/server/test_openai_client.py tests/lab/engines/test_engines_real.py
 
 # Ray in an environment of its own that lies over the usual one: what `make test` runs with stays as it is.
 test-cluster: venv
