@@ -35,7 +35,8 @@ from spillover.engine.loop import Engine
 from spillover.engine.null_runner import NullRunner, NullStep
 from spillover.engine.requests.request import Request, Status
 from spillover.engine.requests.request_factory import RequestFactory
-from spillover.engine.scheduler import Scheduler, SchedulerConfig
+from spillover.engine.scheduler import Scheduler
+from spillover.engine.scheduler_config import SchedulerConfig
 from spillover.engine.step import Step
 from spillover.engine.tiers import SWITCH_SECONDS
 from spillover.memory.connector import KVConnector, NullConnector

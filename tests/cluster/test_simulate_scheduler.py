@@ -15,7 +15,8 @@ from spillover.cluster.simulate.run import FleetSettings, simulate
 from spillover.engine.loop import Engine
 from spillover.engine.requests.request import Request
 from spillover.engine.requests.sampling_params import SamplingParams
-from spillover.engine.scheduler import Scheduler, SchedulerConfig
+from spillover.engine.scheduler import Scheduler
+from spillover.engine.scheduler_config import SchedulerConfig
 from spillover.engine.step import Phase, Step
 from spillover.memory.connector import NullConnector
 from spillover.memory.kv.kv_cache import KVCache

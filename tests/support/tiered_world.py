@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from spillover.engine.loop import Engine
 from spillover.engine.requests.request import Request
 from spillover.engine.requests.sampling_params import SamplingParams
-from spillover.engine.scheduler import Scheduler, SchedulerConfig
+from spillover.engine.scheduler import Scheduler
+from spillover.engine.scheduler_config import SchedulerConfig
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.kv.loans import BlockLender
 from spillover.memory.spill.store import SpillStore

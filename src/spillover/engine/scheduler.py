@@ -12,11 +12,11 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from spillover.engine.output.outputs import PositionLogprobs, TokenSources
 from spillover.engine.queue_policy import POLICIES
 from spillover.engine.requests.request import Request, Status
+from spillover.engine.scheduler_config import SchedulerConfig
 from spillover.engine.speculation.draft_items import DraftItems
 from spillover.engine.speculation.speculator import NoSpeculation, Speculator
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult
@@ -25,20 +25,6 @@ from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.spill.restore_plan import ComputeCost
 
 SHRINK_STEPS = 32  # between two looks whether borrowed blocks can go back
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    num_groups: int = 1
-    chunked_prefill: bool = True
-    static_batching: bool = False
-    policy: str = "fcfs"
-    watermark: float = 0.01
-    max_samples: int | None = None  # rows of a step that are sampled from, those of drafts included; None: any
-    drafts_in_kv: bool = False  # the drafter writes into the request's blocks: they are taken before it is asked
 
 
 class Scheduler:

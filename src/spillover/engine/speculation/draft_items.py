@@ -13,7 +13,7 @@ from spillover.memory.kv.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
-    from spillover.engine.scheduler import SchedulerConfig
+    from spillover.engine.scheduler_config import SchedulerConfig
 
 
 class DraftItems:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from spillover.engine.speculation.config import SpeculativeConfig
-
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
-    from spillover.memory.tiers.token_log import TokenLog
 
 
 class Draft(NamedTuple):
@@ -53,16 +50,3 @@ class KeepsPrefixes(Protocol):
     """A drafter that keeps the KV of prefixes."""
 
     def reset_prefix_cache(self) -> None: ...
-
-
-def make_drafter(config: SpeculativeConfig, vocab_size: int, tokens: TokenLog | None = None) -> Drafter:
-    """Make a drafter that needs no model. `tokens`: what was said before a restart, and where to keep what is said."""
-    from spillover.engine.speculation.ngram import NgramDrafter
-    from spillover.engine.speculation.simulated import SimulatedDrafter
-    from spillover.engine.speculation.suffix import SuffixDrafter
-
-    if config.simulated:
-        return SimulatedDrafter(config.simulated, vocab_size)
-    if config.method == "ngram":
-        return NgramDrafter(config.lookup_min, config.lookup_max)
-    return SuffixDrafter(tokens=tokens)

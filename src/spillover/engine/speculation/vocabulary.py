@@ -3,23 +3,17 @@ are of another tokenizer, see `translation.py`."""
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from spillover.errors import SpilloverError
-from spillover.models.tokenizer import Tokenizer, load_tokenizer
-
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
 
 DRAFT_VOCAB_FILE = "draft_vocab.json"  # beside the weights: which tokens of the other model a draft model has
-PADDING = 1024  # ids that vocabularies of one family may differ by, for which there is no text
 
 
 class DraftVocabulary(Protocol):
@@ -80,46 +74,6 @@ class ReducedVocabulary:
 
     def end(self, request: Request) -> None:
         self._sides.pop(request, None)
-
-
-def draft_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, target_size: int) -> DraftVocabulary:
-    """Return how the tokens of the draft model at `path` stand for the `target_size` tokens of the model that
-    verifies."""
-    reduced = path / DRAFT_VOCAB_FILE
-    if path.is_dir() and reduced.is_file():
-        return ReducedVocabulary(_read_ids(reduced, vocab_size, target_size), target_size)
-    has_own = path.is_file() or (path / "tokenizer.json").is_file()
-    if tokenizer is None or not has_own:
-        if abs(vocab_size - target_size) > PADDING:
-            raise SpilloverError(f"the draft model {path.name} has {vocab_size:,} tokens, the model {target_size:,}; "
-                                 "without both tokenizers nothing says which are the same, so choose another one")
-        return _same(vocab_size, target_size)
-    own = load_tokenizer(path)
-    if own.backend.get_vocab(with_added_tokens=True) == tokenizer.backend.get_vocab(with_added_tokens=True):
-        return _same(vocab_size, target_size)
-    from spillover.engine.speculation.translation import TranslatedVocabulary
-
-    return TranslatedVocabulary(tokenizer, own)
-
-
-def _same(vocab_size: int, target_size: int) -> DraftVocabulary:
-    if vocab_size >= target_size:
-        return SameVocabulary(target_size)
-    # A request may name any id of the model's, also one that the draft model has no row for: its last one stands in.
-    return ReducedVocabulary(np.arange(vocab_size - 1), target_size)
-
-
-def _read_ids(file: Path, vocab_size: int, target_size: int) -> npt.NDArray[np.int64]:
-    try:
-        ids = np.array(json.loads(file.read_text())["target_ids"], dtype=np.int64)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SpilloverError(f"{file} cannot be read ({error}); train the draft model anew") from error
-    if ids.ndim != 1 or len(ids) + 1 != vocab_size or len(set(ids.tolist())) != len(ids):
-        raise SpilloverError(f"{file} does not fit the draft model, which has {vocab_size:,} tokens; train it anew")
-    if not len(ids) or ids.min() < 0 or ids.max() >= target_size:
-        raise SpilloverError(f"{file} names tokens that the model, of {target_size:,} tokens, does not have; the draft "
-                             "model was trained for another one")
-    return ids
 
 
 def draft_side(request: Request, tokens: Sequence[int], num_prompt: int, greedy: bool = False) -> Request:
