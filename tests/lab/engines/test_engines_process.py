@@ -119,7 +119,7 @@ def test_a_killed_lab_leaves_no_engine_behind(tmp_path: Path) -> None:
                "from test_engines_process import engine\n"
                "stub = engine(children=sys.argv[1]); stub.start()\n"
                "print(stub.running.pid, flush=True); time.sleep(600)")
-    lab = subprocess.Popen([sys.executable, "-c", program, str(children), str(TESTS / "lab"), str(TESTS)],
+    lab = subprocess.Popen([sys.executable, "-c", program, str(children), str(Path(__file__).parent), str(TESTS)],
                            stdout=subprocess.PIPE)
     assert lab.stdout is not None
     server = int(lab.stdout.readline())
