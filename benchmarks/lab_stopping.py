@@ -4,7 +4,7 @@
     python benchmarks/lab_stopping.py --experiments 100    # half a minute
 
 Each simulated experiment compares one arm with the baseline under the default rule (99% confidence, "same within 2%",
-at most 60 blocks), by the code that decides real ones. `ratio` is the true ratio, `spread` the standard deviation of
+at most 80 blocks), by the code that decides real ones. `ratio` is the true ratio, `spread` the standard deviation of
 the logarithm of a block's ratio. 2.5% is what the default limits are made for; real blocks of short runs on two shared
 cores had 5% to 27% (benchmarks/results/lab-engines.json).
 """

@@ -77,12 +77,12 @@ def analysed(folder: Path, seed: int, unrest: float = 0.025, **arm_b: Any) -> di
     return dict(analysis_of(run_experiment(made, folder, FakeLoad(seed, unrest).bench())))
 
 
-def test_equal_arms_end_in_faster_or_slower_in_at_most_one_experiment_of_twenty() -> None:
-    """Default settings allow one in a hundred. Most end in "same within 2%"."""
+def test_equal_arms_end_in_same_in_nineteen_experiments_of_twenty() -> None:
+    """Default settings allow one in a hundred to end in faster or slower; hardly any is left undecided."""
     rng = np.random.default_rng(0)
     ends = [until_decided([noisy(rng, blocks=MAX_BLOCKS)])[0].verdict for _ in range(200)]
     assert sum(verdict in (FASTER, SLOWER) for verdict in ends) <= 4  # 2 are allowed on average
-    assert ends.count(SAME) >= 170
+    assert ends.count(SAME) >= 190
 
 
 def test_a_true_difference_of_five_percent_is_found_in_nineteen_experiments_of_twenty() -> None:
