@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--output-json", type=Path)
     options = parser.parse_args()
     flags: dict[str, Any] = {"model": options.model, "load_format": options.load_format, "max_model_len": 512,
-                             "max_num_seqs": 32, "num_gpu_blocks_override": 96}  # few blocks: requests are preempted
+                             "max_num_seqs": 32, "num_gpu_blocks_override": 48}  # few blocks: requests are preempted
     print(f"One by one, then {options.requests:,} requests in {options.threads} threads")
     with LLM(**flags) as llm:
         vocab_size = llm._parts.model_config.vocab_size
