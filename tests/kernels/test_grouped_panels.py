@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillover.kernels import native
-from spillover.kernels.fields import LinearShape
+from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target
-from spillover.kernels.formats.grouped_int import GroupedInt
+from spillover.kernels.formats.grouped_int import GroupedInt, RoundedInt
 from spillover.kernels.formats.grouped_panels import GroupedPanels
 from spillover.kernels.linear import embedding, linear
+from spillover.kernels.quantize import round_to_int
 from spillover.models.weight_specs import Source, WeightSpec, kept_on
 from support.coded_weights import room
 
@@ -77,6 +78,31 @@ def test_a_cpu_keeps_what_fits_and_counts_it() -> None:
         assert type(odd.format) is GroupedInt
     assert kept(GroupedInt(8, 0, "float32"), 96).format.native_codes is True  # type: ignore[union-attr]
     assert kept(GroupedInt(4, 32, "float16", ordered=True), 96).format.native_codes is None  # type: ignore[union-attr]
+
+
+class Numbers:
+    """A checkpoint's reader of one matrix that is not quantised."""
+
+    matrices = (("w.weight", 48),)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def read(self, tensor: Field) -> torch.Tensor:
+        assert (tensor.name, tensor.shape) == ("w.weight", self.weight.shape)
+        return self.weight
+
+
+@needs_codes
+@pytest.mark.parametrize("bits", [4, 8])
+def test_numbers_are_rounded_while_they_are_loaded(bits: int) -> None:
+    weight, shape = torch.randn(48, 128, generator=torch.Generator().manual_seed(0)), LinearShape((48,), 128)
+    form = GroupedPanels(RoundedInt(bits, 64, "bfloat16"))
+    kept = Linear(form, shape, form.load(Numbers(weight), shape, Target("float32", CPU)))  # type: ignore[arg-type]
+    rounded = round_to_int(weight, bits, 64, torch.bfloat16)
+    exact = rounded.codes.float() * rounded.scales.float().repeat_interleave(64, 1)
+    assert torch.equal(form.dequantize(kept, torch.float32), exact)
+    assert (exact - weight).abs().max() < (0.4 if bits == 4 else 0.02)
 
 
 @needs_codes

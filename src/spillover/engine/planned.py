@@ -139,6 +139,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
     if rounded is not None:
         substitutes = choose_substitutes(rounded, config, hf_config, path, specs)
     specs = _kept_in_codes(config, specs, model_config, hf_config, request, machine)
+    substitutes = None if substitutes is None else substitutes.with_head(specs)
     if share is not None:
         model_config, specs = share(model_config, specs)
     shard = make_shard(config, model_config, request, machine, rank) if share is None else Shard()

@@ -264,8 +264,11 @@ class Strategies:
             if kind == "layers" and units.stacks:
                 rows.append(self._expert_row(plan))
         if plan.substitute_bytes:
-            count = sum(plan.parts[part] != "resident" for part in units.layers) or len(units.layers)
-            rows.append(UnitBytes("substitutes", f"of {count} layers", plan.substitute_bytes))
+            away = sum(plan.parts[part] != "resident" for part in units.layers)
+            whose = f"of {away or len(units.layers)} layers"
+            if not away and len(units.substitutes) > len(units.layers):
+                whose += " and the head"
+            rows.append(UnitBytes("substitutes", whose, plan.substitute_bytes))
         if plan.transit:
             rows.append(UnitBytes("transit", f"{plan.transit} slots", plan.transit * plan.record_bytes))
         if plan.ring:

@@ -27,6 +27,7 @@ class SubstitutePlan:
     nbytes: int
     num_tokens: int  # the most of a draft
     moved: int  # bytes that a pass brings to the device
+    head: bool = False  # whether the head has a copy too, as nothing streams
     pass_seconds: float = 0.0  # the verification of a whole draft of one request
     draft_seconds: float = 0.0  # one token of a draft
 
@@ -47,10 +48,10 @@ def substitute_plan(request: PlanRequest, placement: WeightPlan | None, units: U
     if request.substitutes is None:
         return None
     away = [part for part in units.layers if placement is not None and placement.parts[part] != "resident"]
-    copied = away or list(units.layers)
+    copied = away or list(units.substitutes)
     nbytes = sum(units.substitutes[part] for part in copied)
-    found = SubstitutePlan(request.substitutes, len(copied), nbytes, request.draft_tokens,
-                           sum(units.records[part] for part in away))
+    found = SubstitutePlan(request.substitutes, len(away or units.layers), nbytes, request.draft_tokens,
+                           sum(units.records[part] for part in away), len(copied) > len(away or units.layers))
     if rates is None:
         return found
     context = min(CONTEXT, max_model_len - 1)
@@ -70,7 +71,7 @@ def check_model(request: PlanRequest, units: Units) -> None:
     if units.stacks:
         raise PlanError(f"substitutes are rounded copies of whole layers, and those of {request.model} have experts, "
                         f"each of which is fetched by itself; {INSTEAD}")
-    larger = next((part for part, count in units.substitutes.items() if 4 * count > 3 * units.parts[part]), None)
+    larger = next((part for part in units.layers if 4 * units.substitutes[part] > 3 * units.parts[part]), None)
     if larger is not None:
         raise PlanError(f"substitutes in {request.substitutes} would be no smaller than three quarters of the weights "
                         f"of {request.model} themselves, which are in few bits already; {INSTEAD}")

@@ -19,7 +19,7 @@ class Units:
     num_experts: int
     experts_per_token: int
     tied: bool  # the embedding is the head too: a step enters that part twice
-    substitutes: Mapping[str, int] = field(default_factory=dict)  # bytes of each layer's rounded copy; {}: none
+    substitutes: Mapping[str, int] = field(default_factory=dict)  # bytes of a part's rounded copy; {}: there is none
 
     @property
     def layers(self) -> tuple[str, ...]:

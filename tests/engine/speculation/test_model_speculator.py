@@ -61,11 +61,14 @@ class Chancy:
     expected = None
     sequential = True
 
-    def __init__(self, costs: Costs, chances: dict[Request, float], clock: Clock, rng: random.Random) -> None:
-        self.costs, self.chances, self.clock, self.rng = costs, chances, clock, rng
+    def __init__(self, costs: Costs, chances: dict[Request, float], clock: Clock, rng: random.Random,
+                 cold: float = 1.0) -> None:
+        """`cold`: times as much that the first call costs."""
+        self.costs, self.chances, self.clock, self.rng, self.cold = costs, chances, clock, rng, cold
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        self.clock.now += self.costs.draft([most for _, most in asked])
+        self.clock.now += self.cold * self.costs.draft([most for _, most in asked])
+        self.cold = 1.0
         return [self._draft(len(request.token_ids), most, self.chances[request]) for request, most in asked]
 
     def end(self, request: Request) -> None:
@@ -75,13 +78,13 @@ class Chancy:
         return Draft(tuple(first + i if self.rng.random() < chance else -1 for i in range(most)), (1.0,) * most)
 
 
-def run(costs: Costs, chances: Sequence[float], steps: int, fixed: int | None, seed: int) -> float:
+def run(costs: Costs, chances: Sequence[float], steps: int, fixed: int | None, seed: int, cold: float = 1.0) -> float:
     """Return tokens per unit of time; `fixed`: of drafts that are always this long."""
     clock, rng = Clock(), random.Random(seed)
     running = [Request(str(i), [0], SamplingParams(max_tokens=10**6)) for i in range(len(chances))]
     for request in running:
         request.token_ids.append(1)
-    drafter = Chancy(costs, dict(zip(running, chances, strict=True)), clock, rng)
+    drafter = Chancy(costs, dict(zip(running, chances, strict=True)), clock, rng, cold)
     chooser = ModelSpeculator(drafter, MOST if fixed is None else fixed, adaptive=fixed is None)
     tokens = 0
     with pytest.MonkeyPatch.context() as patch:
@@ -174,6 +177,23 @@ def test_costs_of_passes_are_told_apart_from_those_of_a_call() -> None:
     assert drafting.most_known == 2
     for counts in ([4] * 4, [2] * 4, [1], [5], [4, 4, 1, 1], [2, 1, 1]):
         assert drafting.seconds(counts) == pytest.approx(costs.draft(counts), rel=0.1)
+
+
+def test_a_first_pass_grows_slower_with_the_others_though_no_draft_is_short() -> None:
+    drafting, costs = DraftCosts(), Costs(row=0, wait=0, call=0.5, draft_pass=1.0, draft_row=0.0)
+    for counts in ([1], [4], *([6],) * 7):
+        drafting.note(counts, costs.draft(counts))
+    for _ in range(7):  # other work takes half of the machine
+        drafting.note([6], 2 * costs.draft([6]))
+    for counts in ([1], [3], [6]):
+        assert drafting.seconds(counts) == pytest.approx(2 * costs.draft(counts))
+
+
+@pytest.mark.parametrize("chance", [0.8, 0.97])
+def test_a_slow_first_call_does_not_decide_how_much_is_drafted(chance: float) -> None:
+    """It touches new memory, or compiles: taken for the cost of every first pass, it made drafts far too long."""
+    costs = Costs(row=0.08, wait=0.05, call=0.02, draft_pass=0.4, draft_row=0.0)
+    assert run(costs, [chance], 300, None, 1, cold=8.0) >= 0.97 * run(costs, [chance], 300, None, 1)
 
 
 class Behind(Chancy):

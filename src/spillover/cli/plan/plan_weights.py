@@ -67,7 +67,8 @@ def substitute_table(plan: SubstitutePlan) -> Table:
                f"{plan.tokens_per_pass:.3g} tokens; how many depends on the model and the text.")
     table = make_table(f"Substitutes in {plan.dtype}", "What", "Value", "Details", text=("Details",),
                        caption=assumed if plan.tokens_per_second is not None else None)
-    table.add_row("Copies on the device", format_bytes(plan.nbytes), f"of {plan.layers} layers")
+    table.add_row("Copies on the device", format_bytes(plan.nbytes),
+                  f"of {plan.layers} layers{' and the head' if plan.head else ''}")
     table.add_row("Moved by a pass", format_bytes(plan.moved), f"that verifies up to {plan.num_tokens} tokens")
     if plan.tokens_per_second is not None:
         table.add_row("Time of a pass", format_seconds(plan.pass_seconds), "at best, one request")

@@ -36,7 +36,12 @@ class DraftCosts:
             self._first.note(int(passes[0]), seconds / len(passes))
         if len(passes) < 2:
             return
-        rest = max(0.0, seconds - float(self._first.seconds(passes[:1])[0]))
+        first = float(self._first.seconds(passes[:1])[0])
+        if self._first.known(int(passes[0])) and all(self._more.known(int(served)) for served in passes[1:]):
+            # Long drafts alone would never tell a first pass that became slower or faster: it did as the others did.
+            first *= seconds / self.seconds(counts)
+            self._first.note(int(passes[0]), first)
+        rest = max(0.0, seconds - first)
         if passes[1] == passes[-1]:  # they serve as many each
             self._more.note(int(passes[1]), rest / (len(passes) - 1))
             return

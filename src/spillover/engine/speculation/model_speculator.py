@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
 
 HOPE = 0.6  # share of tokens that are taken to be right before one was tried
+SHORT_DRAFTS = 4  # of one token at first, of which the first is not measured: it compiles, and touches new memory
 TRIAL_DRAFT = 4  # tokens of a draft that is made though it seems not to pay
 TRIAL_REQUESTS = 8  # that such drafts are made for
 USUAL_OUTPUT = 128.0  # tokens that a request is expected to bring before one has ended
@@ -60,6 +61,7 @@ class ModelSpeculator(AdaptiveSpeculator):
                  price: ExpertPrice | None = None) -> None:
         super().__init__(drafter, most_tokens, adaptive, simulated, price)
         self._drafting = DraftCosts()
+        self._drafted = 0  # calls that drafted, up to SHORT_DRAFTS
         self._ready: set[Request] = set()  # of the last call, those that drafts could be made for
         self._tried_worth = 0.0  # seconds that a token accepted in the last step is worth, if that was a trial
         self._token_seconds = 0.0  # of a token that was missing; 0: not known
@@ -79,7 +81,7 @@ class ModelSpeculator(AdaptiveSpeculator):
             counts = chosen.tolist() if gain > 1 else [0] * len(candidates)
             self._leave_out(candidates, counts, gain, decodes)
         # Of what was never measured, little is tried at first.
-        limit = (1, TRIAL_DRAFT, self.most_tokens)[self._drafting.most_known]
+        limit = (1, TRIAL_DRAFT, self.most_tokens)[self._drafting.most_known] if self._drafted == SHORT_DRAFTS else 1
         return [min(count, limit) for count in counts]
 
     def _leave_out(self, candidates: Sequence[Candidate], counts: list[int], gain: float, decodes: int) -> None:
@@ -159,7 +161,9 @@ class ModelSpeculator(AdaptiveSpeculator):
             each = max(0.0, seconds - self._drafting.seconds(passes)) / caught_up
             self._token_seconds += (each - self._token_seconds) * (OUTPUT_WEIGHT if self._token_seconds else 1.0)
         elif any(passes):
-            self._drafting.note(passes, seconds)
+            if self._drafted:
+                self._drafting.note(passes, seconds)
+            self._drafted = min(SHORT_DRAFTS, self._drafted + 1)
         return found
 
     def _nothing(self, request: Request, slot: int) -> None:

@@ -199,13 +199,14 @@ class AdaptiveSpeculator:
     def _pays(self, running: Sequence[Request]) -> bool:
         """Return whether waiting is expected to be faster than going on."""
         decoding = [request for request in running if request.num_output > 0]
-        if not decoding:
-            return False
-        survival, rows = self._survival(decoding), len(decoding) + self._prompt_rows
+        prompt_rows = self._prompt_rows
+        if not decoding:  # those whose first tokens the step that runs will bring are all there is
+            decoding, prompt_rows = [request for request in running if request.pending], 0
+        survival, rows = self._survival(decoding), len(decoding) + prompt_rows
         least = STAY_GAIN if self._waiting else BEGIN_GAIN
         # Were rows free, this is what drafts would bring: mostly that tells enough, and in half the time. What a plain
         # step costs must have been measured: larger ones, of prompts, would make it seem slow.
-        if (1 + survival.sum() / len(decoding) >= least and (self._prompt_rows or self._plain.covers(rows))
+        if (1 + survival.sum() / len(decoding) >= least and (prompt_rows or self._plain.covers(rows))
                 and self._gain(survival, rows) >= least):
             return True
         return self._try_again(survival)

@@ -1,12 +1,13 @@
 """Substitutes: rounded copies of layers that do not stay on the device, with which a second runner drafts.
 
 Everything else, the layers that stay, the embedding, the norms and the head, is shared with the weights themselves.
+Where every layer stays, a pass that drafts takes as long as it reads weights, so the head has a copy too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from spillover.engine.config import EngineConfig
 from spillover.engine.weights.placed import EngineWeights, FixedWeights
 from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Weight
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.grouped_int import RoundedInt
 from spillover.models.config import ModelConfig
 from spillover.models.loader import Progress, dummy_parts, load_parts
 from spillover.models.quantize.scheme import Scheme, make_scheme
@@ -26,6 +29,7 @@ from spillover.models.weight_specs import WeightSpecs, kept_on
 from spillover.plan.planner import Plan
 from spillover.plan.substitutes import INSTEAD
 
+HEAD_BITS = 8  # of a copy of the head: with 4 it would say another token too often
 GROUP = 64  # columns that share a scale, where it divides every row: half as many cost acceptance, twice as many room
 
 Parts = dict[str, dict[str, Weight]]
@@ -37,10 +41,18 @@ class Substitutes:
 
     scheme: Scheme
     config: ModelConfig  # of the model as it would be with all layers rounded
-    specs: WeightSpecs  # of the layers
+    specs: WeightSpecs  # of the layers, and of the head
+
+    def with_head(self, specs: WeightSpecs) -> Substitutes:
+        """Return the same with a copy of the head, in HEAD_BITS; without one where the model, whose `specs` these are,
+        has it in codes already."""
+        part = "embed" if self.config.tie_embeddings else "head"
+        rounded = RoundedInt(HEAD_BITS, self.scheme.group, self.scheme.dtype)
+        copied = [replace(spec, format=rounded) for spec in specs.get(part, ()) if spec.format == DENSE]
+        return replace(self, specs={**self.specs, part: copied}) if copied else self
 
     def of(self, plan: Plan) -> WeightSpecs:
-        """Return those of the layers that the plan wants copies of: all that stream, or all where none does."""
+        """Return those of what the plan wants copies of: the layers that stream, or everything where none does."""
         placement = plan.placement
         if placement is None:
             return self.specs
@@ -68,7 +80,7 @@ def choose_substitutes(kind: str, config: EngineConfig, hf_config: Mapping[str, 
 
 def load_substitutes(config: EngineConfig, plan: Plan, substitutes: Substitutes, path: Path,
                      progress: Progress | None = None) -> Parts:
-    """Read the layers that the plan wants copies of once more, and round them."""
+    """Read once more what the plan wants copies of, and round it."""
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     # Drafts may differ from batch to batch, so that the fastest products serve.
     specs = kept_on(substitutes.of(plan), plan.device, plan.dtype)
@@ -79,22 +91,28 @@ def load_substitutes(config: EngineConfig, plan: Plan, substitutes: Substitutes,
 
 
 class SubstituteWeights(FixedWeights):
-    """The weights of a model that drafts: copies of some layers, and all else as the other weights hold it."""
+    """The weights of a model that drafts: copies of some, and all else as the other weights hold it."""
 
     def __init__(self, weights: EngineWeights, copies: Parts) -> None:
-        super().__init__({**weights.resident_parts, **copies})
+        super().__init__(_beside(weights.resident_parts, copies))
         self._weights = weights
-        self._copied = tuple(copies)
+        self._copied = {part: tuple(copied) for part, copied in copies.items()}  # names of weights
 
     def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None:
         """Move the copies, and take all else from the other weights, which were moved before."""
-        parts, shared = self.parts, self._weights.resident_parts
-        self.parts = {part: parts[part] for part in self._copied}
+        self.parts = self._copies()
         super().move(copy, asleep)
-        moved = self.parts
-        super().__init__({part: moved.get(part) or shared[part] for part in parts})
+        super().__init__(_beside(self._weights.resident_parts, self.parts))
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the copies: the rest is counted where it is held."""
-        return sum(int(weight.nbytes) for part in self._copied for weight in self.parts[part].values())
+        return sum(int(weight.nbytes) for copied in self._copies().values() for weight in copied.values())
+
+    def _copies(self) -> Parts:
+        return {part: {name: self.parts[part][name] for name in names} for part, names in self._copied.items()}
+
+
+def _beside(shared: Mapping[str, Mapping[str, Weight]], copies: Mapping[str, Mapping[str, Weight]]) -> Parts:
+    """Return all parts, each with its copies in the place of what is shared."""
+    return {part: {**shared.get(part, {}), **copies.get(part, {})} for part in {**shared, **copies}}

@@ -11,6 +11,7 @@ from torch import Tensor
 from spillover.kernels import native
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.quantize import round_to_int
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,20 @@ class GroupedInt(WeightFormat):
         numbers -= float(1 << (self.bits - 1)) if zeros is None else zeros.float().unsqueeze(-1)
         numbers *= scales.float().unsqueeze(-1)
         return numbers.flatten(1)[:, :columns]
+
+
+@dataclass(frozen=True)
+class RoundedInt(GroupedInt):
+    """The same of a matrix that the checkpoint has as numbers, rounded while it is loaded."""
+
+    quant_method = "rounded_int"
+
+    def read_matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Matrix:
+        (stored,) = self.stored(name, rows, columns)
+        rounded = round_to_int(reader.read(stored), self.bits, self.group or columns,
+                               getattr(torch, self.scale_dtype))
+        raised = rounded.codes.view(torch.uint8) + (1 << (self.bits - 1))  # wraps around, as bytes do
+        return Matrix(self.pack(raised), rounded.scales)
 
 
 def unpack_nibbles(codes: Tensor) -> Tensor:
