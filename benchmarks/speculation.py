@@ -36,19 +36,33 @@ REPETITIVE = [
     "Copy this code and add a docstring to each function:\ndef add(a, b):\n    return a + b\n\ndef sub(a, b):\n    "
     "return a - b\n\ndef mul(a, b):\n    return a * b\n",
     "Write the lines 'step 1: check the door', 'step 2: check the door' and so on, up to step 20.",
+    "Copy these lines, each after a dash:\nred brick wall\ngreen brick wall\nblue brick wall\nred brick house\n",
+    "Write a multiplication table, one line each, from '1 x 7 = 7' up to '20 x 7 = 140'.",
+    "Repeat this sentence six times: The train to the harbour leaves at nine, and the ferry leaves at ten.",
+    'Here is CSV: "id,name,price\\n1,cup,3\\n2,plate,5\\n3,bowl,4\\n4,spoon,2". Write it as a JSON list.',
 ]
 ORDINARY = [
     "Why is the sky blue? Explain it to a child.",
     "Write a short story about a lighthouse keeper who finds a letter.",
     "What are the advantages and disadvantages of electric cars?",
     "Give me a plan for a weekend in a city by the sea.",
+    "How does a vaccine work?",
+    "Write a polite letter to a neighbour whose dog barks at night.",
+    "What should I know before I adopt a cat?",
+    "Explain the difference between weather and climate.",
+    "Tell me about the history of bread.",
+    "How do I prepare for a job interview at a hospital?",
+    "Describe a market in the morning, in one paragraph.",
+    "Why do leaves change their colour in autumn?",
 ]
 
 
 KNOWN = 32_000  # tokens of an EAGLE-3 head
 
+
 def prompts(llm: LLM, workload: str, count: int, turn: int) -> list[list[int]]:
-    """Return other prompts in each turn: a drafter that keeps what was said would know the answers."""
+    """Return other prompts in each turn, as far as there are some: a drafter that keeps what was said would know the
+    answers."""
     rng = random.Random(f"{workload} {turn}")
     if workload == "random":
         return [[rng.randrange(100, 5000) for _ in range(64)] for _ in range(count)]
@@ -146,7 +160,8 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
                 click.echo(describe(row))
     if output is not None:
         about = {"model": model or "SmolLM2-135M-Instruct", "device": device, "requests": requests, "length": length,
-                 "temperature": temperature, "repeats": repeats, "always": always, "simulated": simulate}
+                 "temperature": temperature, "repeats": repeats, "always": always, "simulated": simulate,
+                 "weight_codes": weight_codes, "tokens": tokens}
         output.write_text(json.dumps({"settings": about, "results": results}, indent=2) + "\n")
 
 
