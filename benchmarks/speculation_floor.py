@@ -168,6 +168,8 @@ def arrival_times(share: float, capacity: float, length: int, count: int, turn: 
 def main(models: tuple[str, ...], texts: tuple[str, ...], loads: tuple[str, ...], method: str, device: str,
          gpu_memory: str | None, seqs: int, requests: int, length: int, repeats: int, output: Path | None) -> None:
     cells: list[Cell] = []
+    settings = {"models": models, "method": method, "device": device, "seqs": seqs, "requests": requests,
+                "length": length, "repeats": repeats, "promise": PROMISE}
     for model in models:
         flags: dict[str, Any] = {"device": device, "gpu_memory": gpu_memory, "max_model_len": 1024,
                                  "max_num_seqs": seqs}
@@ -181,19 +183,23 @@ def main(models: tuple[str, ...], texts: tuple[str, ...], loads: tuple[str, ...]
                                   repeats)
                 for cell in cells[-len(loads):]:
                     click.echo(describe(cell))
-    worst = {name: min(cells, key=lambda cell, name=name: cell.ratios()[name].value)  # type: ignore[misc]
-             for name in ("speed", "cpu", "token")}
-    for name, cell in worst.items():
+                if output is not None:  # so that a run which is cut short leaves something
+                    output.write_text(json.dumps(result(cells, settings), indent=2) + "\n")
+    for name, cell in worst(cells).items():
         click.echo(f"worst {name}, {verdict(cell.ratios()[name])} {PROMISE}: {describe(cell)}")
-    if output is not None:
-        settings = {"models": models, "method": method, "device": device, "seqs": seqs, "requests": requests,
-                    "length": length, "repeats": repeats, "promise": PROMISE}
-        output.write_text(json.dumps({
-            "settings": settings, **origin(),
+
+
+def worst(cells: Sequence[Cell]) -> dict[str, Cell]:
+    return {name: min(cells, key=lambda cell, name=name: cell.ratios()[name].value)  # type: ignore[misc]
+            for name in ("speed", "cpu", "token")}
+
+
+def result(cells: Sequence[Cell], settings: dict[str, Any]) -> dict[str, Any]:
+    return {"settings": settings, **origin(),
             "worst": {name: {"model": cell.model, "text": cell.text, "load": cell.load,
                              "verdict": f"{verdict(cell.ratios()[name])} {PROMISE}",
-                             **cell.ratios()[name].as_dict()} for name, cell in worst.items()},
-            "cells": [cell.as_dict() for cell in cells]}, indent=2) + "\n")
+                             **cell.ratios()[name].as_dict()} for name, cell in worst(cells).items()},
+            "cells": [cell.as_dict() for cell in cells]}
 
 
 def _opened(stack: ExitStack, model: str, flags: dict[str, Any]) -> LLM:
