@@ -1,7 +1,8 @@
 """Prefill and decode apart against one engine with chunked prefill: time to the first token and between tokens, by the
 length of the prompt, and what moving its KV costs.
 
-    python benchmarks/disaggregation.py --lengths 128,512,2048 --out benchmarks/results/disaggregation-cpu.json
+    python benchmarks/disaggregation.py --model long --seconds 800 --out benchmarks/results/disaggregation-cpu.json
+    python benchmarks/disaggregation.py --model smollm2 --lengths 128,512,2048 --streams 2 --seconds 600
     python benchmarks/disaggregation.py --device cuda --model qwen3-0.6b --out qwen3.json       # random weights
     python benchmarks/disaggregation.py --device cuda --model llama-3.1-8b --out llama.json     # random weights
 
@@ -36,7 +37,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from disaggregation_fleet import BLOCK, Answer, ask, engine, model_flags, router, started, until_exact, vocabulary
+from disaggregation_fleet import (
+    BLOCK,
+    Answer,
+    ask,
+    engine,
+    model_flags,
+    router,
+    shape_of,
+    started,
+    until_exact,
+    vocabulary,
+)
 from host_pool_processes import OwnerProcess
 from server_process import ServerProcess
 
@@ -48,6 +60,7 @@ from spillover.plan.measure import measure_link, measure_pool
 ARMS = ("one", "two", "always", "auto")
 GPU_MEMORY = {"qwen3-0.6b": "14GB", "llama-3.1-8b": "34GB"}
 STREAM_PROMPT = 32  # tokens: two blocks, which are never computed apart
+MOST_SECONDS = 120.0  # for one answer
 PAUSE = 0.3  # seconds between prompts, in which streams are alone
 
 
@@ -124,7 +137,7 @@ class Bench:
             await asyncio.sleep(0.01)
 
     def _patience(self) -> float:
-        return max(5.0, min(60.0, self.left + 10.0))
+        return max(5.0, min(MOST_SECONDS, self.left + 10.0))
 
     def _note(self, arm: str, length: int, answers: Sequence[Answer], streams: Sequence[Stream]) -> None:
         held_up: list[list[float]] = [[] for _ in answers]  # gaps that overlap each prompt's time to its first token
@@ -179,10 +192,10 @@ class Bench:
     # The whole run
 
     async def run(self, arms: dict[str, str]) -> None:
-        longest = max(self.arguments.lengths)
-        for arm, url in arms.items():  # kernels, and the pool's pages, are first used here
-            for length in (BLOCK * 8, longest, longest):
-                answer = await ask(url, self.prompt(length), 2, max(30.0, min(90.0, self.left)))
+        lengths = sorted({BLOCK * 8, *self.arguments.lengths})
+        for arm, url in arms.items():  # kernels of every length, and the pool's pages, are first used here
+            for length in lengths:
+                answer = await ask(url, self.prompt(length), 2, max(30.0, min(MOST_SECONDS, self.left)))
                 if not answer.fine:
                     self.notes.append(f"warming {arm} at {length}: {answer.error}")
                     self.say(self.notes[-1])
@@ -337,9 +350,7 @@ def _redis() -> str:
 
 def block_bytes(model: str, device: str) -> int:
     """Bytes of a block's KV, as the device has it."""
-    from disaggregation_fleet import MODELS, SHAPES
-
-    shape = SHAPES.get(model) or MODELS.get(model) or json.loads(Path(model, "config.json").read_text())
+    shape = shape_of(model)
     head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     width = 2 if device == "cuda" else 4
     return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head * width * BLOCK)
@@ -348,7 +359,8 @@ def block_bytes(model: str, device: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="small",
-                        help="small, qwen3-0.6b, llama-3.1-8b or another of gpu_workload.py (random weights); a folder")
+                        help="small, long (40,960 positions), qwen3-0.6b, llama-3.1-8b or another of gpu_workload.py "
+                        "(random weights); smollm2, the default model; a folder")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--arms", default=",".join(ARMS), type=lambda text: text.split(","))
     parser.add_argument("--lengths", default="128,512,2048,8192,32768",
@@ -403,7 +415,9 @@ def main() -> None:
 def label(arguments: argparse.Namespace) -> str:
     """What shares what, for who reads the table."""
     if arguments.device == "cpu":
-        return "CPU: one engine has all cores, of two each has half"
+        own = arguments.model == "smollm2"
+        weights = "the default model" if own else f"random weights of the shape {arguments.model}"
+        return f"CPU, {weights}: one engine has all cores, of two each has half"
     shared = "MPS" if arguments.mps else "time slices"
     return f"two engines on one card, shared by {shared}; random weights of the model's true shape"
 

@@ -26,8 +26,19 @@ BLOCK = 16
 _NUMBERS = itertools.count()
 
 
+def shape_of(model: str) -> dict[str, Any]:
+    """Return a model's config.json, or what is needed of it."""
+    if model == "smollm2":
+        return {"vocab_size": 49152, "num_hidden_layers": 30, "num_key_value_heads": 3, "head_dim": 64}
+    shape: dict[str, Any] | None = SHAPES.get(model) or MODELS.get(model)
+    return json.loads(Path(model, "config.json").read_text()) if shape is None else shape
+
+
 def model_flags(model: str, folder: Path) -> list[str]:
-    """Return flags for a known shape with random weights, or for a model in a folder; prompts are token ids."""
+    """Return flags for a known shape with random weights, for the default model (`smollm2`), or for a model in a
+    folder; prompts are token ids."""
+    if model == "smollm2":
+        return ["--skip-tokenizer-init"]
     shape = SHAPES.get(model) or MODELS.get(model)
     if shape is None:
         return [model, "--skip-tokenizer-init"]
@@ -37,8 +48,7 @@ def model_flags(model: str, folder: Path) -> list[str]:
 
 
 def vocabulary(model: str) -> int:
-    config = SHAPES.get(model) or MODELS.get(model) or json.loads(Path(model, "config.json").read_text())
-    return int(config["vocab_size"])
+    return int(shape_of(model)["vocab_size"])
 
 
 def engine(flags: list[str], store: list[str], environment: dict[str, str], ready_seconds: float,

@@ -2,12 +2,15 @@
 
     python benchmarks/router.py --output-json benchmarks/results/router.json
     python benchmarks/router.py --trace mooncake_conversation_trace.jsonl
+    python benchmarks/router.py --smollm2 --parts tenants --output-json benchmarks/results/router-smollm2.json
 
 Replicas are `spill serve --load-format null --simulate-step`: true HTTP, scheduler, prefix cache and KV events, and
-steps that take a given time instead of a model. Both routers stand before the same replicas and take turns, with the
-same requests at the same times; caches are emptied between turns. Tenants are llm-d's workload scaled down: many
-tenants, each with a long prefix that its users share, and KV for 73% of the fleet's memory. Hit rate is of prompt
-tokens, by the answers; its ceiling is what one endless cache would find. Prompts are token ids, but for the last lines.
+steps that take a given time instead of a model. With --smollm2 they are the default model itself, a thread each, and
+the workload is smaller. The routers stand before the same replicas and take turns, with the same requests at the same
+times; caches are emptied between turns. Tenants are llm-d's workload scaled down: many tenants, each with a long prefix
+that its users share, and KV for 73% of the fleet's memory. Hit rate is of prompt tokens, by the answers; its ceiling is
+what one endless cache would find. Prompts are token ids, but for the chats of `added`. Of parts (--parts) that are not
+run, what the file has stays.
 """
 
 from __future__ import annotations
@@ -39,7 +42,10 @@ from spillover.http_wire import Sink
 from spillover.plan.hardware import probe
 
 BLOCK = 16
-POLICIES = ("round-robin", "predicted")
+PARTS = ("decision", "tenants", "no-reuse", "added", "kill")
+SMALL = {"parts": "tenants,no-reuse,kill", "policies": "round-robin,prefix,predicted", "tenants": 12, "users": 6,
+         "prefix": 384, "question": 32, "output": 4, "rate": 0.8, "requests": 48, "no_reuse_rate": 1.2,
+         "no_reuse_lengths": "32,128,384", "max_model_len": 1024, "warm": 8}  # of --smollm2
 FLOORS = {"tenants_ttft_or_throughput": 2.0, "hit_rate_of_ceiling": 0.98, "no_reuse_throughput": 0.98,
           "no_reuse_ttft": 0.98, "heal_seconds": 1.0, "decision_p99_ms": 1.0, "added_p50_ms": 3.0,
           "trace_ttft_or_throughput": 2.0}
@@ -80,7 +86,8 @@ def tenants(arguments: argparse.Namespace, draw: random.Random) -> list[Request]
 
 
 def no_reuse(arguments: argparse.Namespace, draw: random.Random) -> list[Request]:
-    return [Request(at, [draw.randrange(1000, 40_000) for _ in range(draw.choice((64, 256, 1024)))], arguments.output)
+    lengths = [int(each) for each in arguments.no_reuse_lengths.split(",")]
+    return [Request(at, [draw.randrange(1000, 40_000) for _ in range(draw.choice(lengths))], arguments.output)
             for at in arrivals(arguments.requests, arguments.no_reuse_rate, draw)]
 
 
@@ -178,13 +185,14 @@ def fleet(arguments: argparse.Namespace, blocks: int) -> Iterator[tuple[list[Ser
             events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{free_port()}",
                       "replay_endpoint": f"tcp://127.0.0.1:{free_port()}"}
             servers.append(stack.enter_context(ServerProcess(
-                *([arguments.model] if arguments.model else []), "--load-format", "null", "--simulate-step",
-                arguments.step, "--max-model-len", "8192", "--num-gpu-blocks-override", str(blocks),
+                *([arguments.model] if arguments.model else []),
+                *([] if arguments.smollm2 else ["--load-format", "null", "--simulate-step", arguments.step]),
+                "--max-model-len", str(arguments.max_model_len), "--num-gpu-blocks-override", str(blocks),
                 "--enable-admin-routes", "--no-log-requests", "--kv-events-config", json.dumps(events),
                 environment={"OMP_NUM_THREADS": "1"})))
         routers = {policy: stack.enter_context(ServerProcess(
             *(server.url for server in servers), "--routing-policy", policy, "--no-log-requests", command="router"))
-            for policy in POLICIES}
+            for policy in arguments.policies.split(",")}
         yield servers, routers
 
 
@@ -204,14 +212,14 @@ async def reset(servers: Sequence[ServerProcess]) -> None:
 
 async def compare(servers: Sequence[ServerProcess], routers: dict[str, ServerProcess], requests: Sequence[Request],
                   repeats: int) -> dict[str, dict[str, Any]]:
-    """Let the policies take turns, forth and back."""
-    runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
+    """Let the policies take turns, forth and back. Returns means over the turns, and the mean TTFT of each."""
+    runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in routers}
     for repeat in range(repeats):
-        for policy in POLICIES if repeat % 2 == 0 else POLICIES[::-1]:
+        for policy in list(routers) if repeat % 2 == 0 else list(routers)[::-1]:
             await reset(servers)
             runs[policy].append(summary(await play(routers[policy].url, requests)))
     return {policy: {name: statistics.fmean(run[name] for run in each) for name in each[0]}
-            for policy, each in runs.items()}
+            | {"ttft_mean_of_each": [run["ttft_mean"] for run in each]} for policy, each in runs.items()}
 
 
 async def kill(servers: Sequence[ServerProcess], router: ServerProcess, requests: Sequence[Request]) -> dict[str, Any]:
@@ -284,13 +292,19 @@ def shown(name: str, both: dict[str, dict[str, Any]], best: float | None = None)
             "throughput": routed["requests_per_second"] / blind["requests_per_second"]}
 
 
-async def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="whose tokenizer to use; the default model if not given")
+    parser.add_argument("--smollm2", action="store_true", help="replicas that compute, of the default model, and other "
+                        "defaults for all below")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, of %(default)s")
+    parser.add_argument("--policies", default="round-robin,predicted")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--step", default="5,0.1", help="--simulate-step of the replicas")
+    parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--blocks", type=int, help="KV blocks of a replica; not given: so that the tenants' KV takes "
                         "73%% of the fleet's")
+    parser.add_argument("--warm", type=int, default=40, help="requests to each router before anything is measured")
     parser.add_argument("--tenants", type=int, default=75)
     parser.add_argument("--users", type=int, default=5, help="requests of a tenant")
     parser.add_argument("--prefix", type=int, default=1200, help="tokens that a tenant's requests share")
@@ -299,6 +313,7 @@ async def main() -> None:
     parser.add_argument("--rate", type=float, default=30.0, help="requests a second of the tenants")
     parser.add_argument("--requests", type=int, default=400, help="without reuse")
     parser.add_argument("--no-reuse-rate", type=float, default=30.0)
+    parser.add_argument("--no-reuse-lengths", default="64,256,1024", help="tokens of prompts")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--trace", type=Path, help="a Mooncake trace (JSON lines)")
     parser.add_argument("--trace-requests", type=int, default=2000)
@@ -307,62 +322,99 @@ async def main() -> None:
     parser.add_argument("--trace-blocks", type=int, default=16_000, help="KV blocks of a replica for the trace, whose "
                         "KV is about twice that of four")
     parser.add_argument("--output-json", type=Path)
+    if parser.parse_known_args()[0].smollm2:
+        parser.set_defaults(**SMALL)
     arguments = parser.parse_args()
+    arguments.parts = arguments.parts.split(",")
+    if not set(arguments.parts) <= set(PARTS):
+        parser.error(f"--parts knows {', '.join(PARTS)}")
     if arguments.blocks is None:
         demand = arguments.tenants * (arguments.prefix + arguments.users * (arguments.question + arguments.output))
         arguments.blocks = int(demand / BLOCK / 0.73 / arguments.replicas)
+    return arguments
+
+
+async def measure(arguments: argparse.Namespace, servers: Sequence[ServerProcess], routers: dict[str, ServerProcess],
+                  result: dict[str, Any]) -> None:
+    """Measure the parts that need a fleet, one after another."""
     draw = random.Random(7)
-    result: dict[str, Any] = {"decision": decisions(arguments.replicas, 2000, 3.0)}
-    print("decision at {reached_per_second:,.0f}/s: p50 {decide_p50_ms:.3f} ms, p99 {decide_p99_ms:.3f} ms".format_map(
-        result["decision"]))
-    with fleet(arguments, arguments.blocks) as (servers, routers):
-        await warm(routers, no_reuse(arguments, draw)[:40])
-        asked = tenants(arguments, draw)
+    await warm(routers, no_reuse(arguments, draw)[:arguments.warm])
+    asked = tenants(arguments, draw)
+    ratios = result.setdefault("ratios", {})
+    if "tenants" in arguments.parts:
         best = ceiling(asked)
-        result["tenants"] = await compare(servers, routers, asked, arguments.repeats)
-        result["tenants"]["ceiling"] = best
-        ratios = shown("tenants", {policy: result["tenants"][policy] for policy in POLICIES}, best)
-        unique = no_reuse(arguments, draw)
+        both = await compare(servers, routers, asked, arguments.repeats)
+        result["tenants"] = {**both, "ceiling": best}
+        ratios["tenants"] = shown("tenants", both, best)
+    unique = no_reuse(arguments, draw)
+    if "no-reuse" in arguments.parts:
         result["no_reuse"] = await compare(servers, routers, unique, 2 * arguments.repeats)
-        alone = shown("no reuse", result["no_reuse"])
+        ratios["no_reuse"] = shown("no reuse", result["no_reuse"])
+    if "added" in arguments.parts:
         await reset(servers)
         for kind, make in (("tokens", small_completion), ("chat", small_chat)):
             result[f"added_{kind}"] = await added(servers[1], routers["predicted"], 150, make)
             print(f"added to the first token, {kind:7}: {result[f'added_{kind}']['added_p50_ms']:.2f} ms p50 "
                   f"({result[f'added_{kind}']['direct_p50_ms']:.2f} ms without)")
+    if "kill" in arguments.parts:
         await reset(servers)
         result["kill"] = await kill(servers, routers["predicted"], tenants(arguments, draw))
         print("kill -9 of a replica: left after {heal_seconds:.3f} s; of {requests} requests "
               "{failed_before_first_token} failed before their first token, {broken_streams} streams "
               "broke".format_map(result["kill"]))
-    result["ratios"] = {"tenants": ratios, "no_reuse": alone}
+
+
+def floors(result: dict[str, Any]) -> dict[str, float]:
+    """What was measured of each thing that has a floor."""
+    ratios, found = result["ratios"], {}
+    if "tenants" in result:
+        found["tenants_ttft_or_throughput"] = max(ratios["tenants"]["ttft_mean"], ratios["tenants"]["throughput"])
+        found["hit_rate_of_ceiling"] = result["tenants"]["predicted"]["hit_rate"] / result["tenants"]["ceiling"]
+    if "no_reuse" in result:
+        found |= {"no_reuse_throughput": ratios["no_reuse"]["throughput"],
+                  "no_reuse_ttft": ratios["no_reuse"]["ttft_mean"]}
+    if "kill" in result:
+        found["heal_seconds"] = result["kill"]["heal_seconds"]
+    if "decision" in result:
+        found["decision_p99_ms"] = result["decision"]["decide_p99_ms"]
+    if "added_tokens" in result:
+        found["added_p50_ms"] = result["added_tokens"]["added_p50_ms"]
+    if "trace" in result:
+        found["trace_ttft_or_throughput"] = max(ratios["trace"]["ttft_mean"], ratios["trace"]["throughput"])
+    return found
+
+
+async def main() -> None:
+    arguments = parsed()
+    output: Path | None = arguments.output_json
+    result: dict[str, Any] = json.loads(output.read_text()) if output is not None and output.exists() else {}
+    if "decision" in arguments.parts:
+        result["decision"] = decisions(arguments.replicas, 2000, 3.0)
+        print("decision at {reached_per_second:,.0f}/s: p50 {decide_p50_ms:.3f} ms, p99 {decide_p99_ms:.3f} ms"
+              .format_map(result["decision"]))
+    if {*arguments.parts} - {"decision"}:
+        with fleet(arguments, arguments.blocks) as (servers, routers):
+            await measure(arguments, servers, routers, result)
     if arguments.trace is not None:
         played = trace(arguments.trace, arguments.trace_requests, 8, arguments.trace_rate)
         with fleet(arguments, arguments.trace_blocks) as (servers, routers):
-            await warm(routers, no_reuse(arguments, draw)[:40])
-            result["trace"] = await compare(servers, routers, played, 1)
-        result["trace"]["ceiling"] = ceiling(played)
-        result["ratios"]["trace"] = shown("trace", {policy: result["trace"][policy] for policy in POLICIES},
-                                          result["trace"]["ceiling"])
-        result["trace_floors"] = {"trace_ttft_or_throughput": max(result["ratios"]["trace"]["ttft_mean"],
-                                                                  result["ratios"]["trace"]["throughput"])}
-    result["floors"] = {
-        "tenants_ttft_or_throughput": max(ratios["ttft_mean"], ratios["throughput"]),
-        "hit_rate_of_ceiling": result["tenants"]["predicted"]["hit_rate"] / best,
-        "no_reuse_throughput": alone["throughput"], "no_reuse_ttft": alone["ttft_mean"],
-        "heal_seconds": result["kill"]["heal_seconds"], "decision_p99_ms": result["decision"]["decide_p99_ms"],
-        "added_p50_ms": result["added_tokens"]["added_p50_ms"], **result.pop("trace_floors", {})}
+            await warm(routers, no_reuse(arguments, random.Random(8))[:arguments.warm])
+            both = await compare(servers, routers, played, 1)
+        result["trace"] = {**both, "ceiling": ceiling(played)}
+        result["ratios"]["trace"] = shown("trace", both, result["trace"]["ceiling"])
+    result["floors"] = floors(result)
     for name, value in result["floors"].items():
         most = name.endswith(("seconds", "_ms"))
         met = value <= FLOORS[name] if most else value >= FLOORS[name]
         print(f"{name:28}{value:8.3f}  {'at most' if most else 'at least'} {FLOORS[name]:g}: {'yes' if met else 'NO'}")
-    if arguments.output_json is not None:
+    if output is not None:
         result["arguments"] = {name: str(value) if isinstance(value, Path) else value
-                               for name, value in vars(arguments).items() if name != "trace"}
+                               for name, value in vars(arguments).items() if name not in ("trace", "output_json")}
         result |= provenance(asdict(probe()))
         result["command"] = shlex.join(["python", *(Path(each).name if "/" in each and each.endswith(".jsonl") else each
                                                     for each in sys.argv)])
-        arguments.output_json.write_text(json.dumps(result, indent=2) + "\n")
+        result.setdefault("commands", {}).update(dict.fromkeys(arguments.parts, result["command"]))
+        output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
