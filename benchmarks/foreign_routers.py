@@ -8,6 +8,9 @@
 default model, vLLM and llama.cpp the same weights (`spill export`). Nothing is timed: the result is made of yes and of
 counts of requests, tokens and blocks. What is asked directly is asked again through the router: status, text, reason of
 the end and counts of tokens must be the same, of whole answers, of streams and of refusals.
+
+vLLM imports thousands of files in each of its processes: without compiled ones (`pip --no-compile`, or
+PYTHONDONTWRITEBYTECODE) a start takes minutes. `python -m compileall -q -j 0` over its site-packages, once.
 """
 
 from __future__ import annotations
