@@ -44,6 +44,7 @@ from spillover.plan.hardware import probe
 MODEL = "smollm2"
 THREADS = {"OMP_NUM_THREADS": "1"}
 READY_SECONDS = 600.0
+VLLM_BLOCK = 32  # tokens: its attention on a CPU takes multiples of this
 # vLLM's own reader of a replay of our events, run by vLLM's interpreter.
 DECODE = """
 import collections, msgspec, sys, zmq
@@ -155,9 +156,10 @@ def same(direct: str, through: str, model: str, too_long: int = 40_000) -> dict[
     return result
 
 
-def prefixes_asked_again(router: str, servers: list[str], hits: str, rounds: int = 3) -> dict[str, Any]:
+def prefixes_asked_again(router: str, servers: list[str], hits: str, rounds: int = 3, block: int = 16
+                         ) -> dict[str, Any]:
     """Ask four long prefixes, each several times with an end of its own; return how much of them was found. `hits`:
-    the servers' metric."""
+    the servers' metric; `block`: tokens that are found together."""
     prefixes = [" ".join(f"{name} {(place * 7919 + 13) % 997}" for place in range(60))
                 for name in ("red", "green", "blue", "grey")]
     encode = load_tokenizer(default_gguf()).encode
@@ -165,7 +167,7 @@ def prefixes_asked_again(router: str, servers: list[str], hits: str, rounds: int
     found = [cached(router, "/v1/completions", {"model": MODEL, "prompt": f"{prefix}, number {turn}:", "max_tokens": 2})
              for turn in range(rounds) for prefix in prefixes]
     after = [metric(url, hits) for url in servers]
-    return {"could be found": sum(len(encode(prefix, False)) // 16 * 16 for prefix in prefixes) * (rounds - 1),
+    return {"could be found": sum(len(encode(prefix, False)) // block * block for prefix in prefixes) * (rounds - 1),
             "found, by answers": sum(found), "found, by each server's metric":
                 [new - old for new, old in zip(after, before, strict=True)]}
 
@@ -255,20 +257,25 @@ def before_vllm(python: Path) -> Iterator[Found]:
             ports.append((free_port(), free_port()))
             events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{ports[-1][0]}",
                       "replay_endpoint": f"tcp://*:{ports[-1][1]}"}
-            servers.append(stack.enter_context(ServerProcess(
+            servers.append(ServerProcess(
                 "serve", folder, "--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager",
-                "--max-model-len", "2048", "--max-num-seqs", "8", "--block-size", "16", "--kv-events-config",
+                "--max-model-len", "2048", "--max-num-seqs", "8", "--block-size", str(VLLM_BLOCK), "--kv-events-config",
                 json.dumps(events), "--enable-prompt-tokens-details", program=[str(python.with_name("vllm"))],
                 ready_seconds=READY_SECONDS, environment={
                     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_OMP_THREADS_BIND": str(core),
-                    "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})))
+                    "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}))
+            stack.callback(servers[-1].close)
+            servers[-1].launch()
+        for server in servers:
+            server.wait_until_ready()
         urls = [server.url for server in servers]
         router = stack.enter_context(ServerProcess(
-            *urls, "--tokenizer", folder, "--block-size", "16", *(word for events, replay in ports for word in
-                ("--kv-events-port", str(events), "--kv-replay-port", str(replay))), command="router"))
+            *urls, "--tokenizer", folder, "--block-size", str(VLLM_BLOCK),
+            *(word for events, replay in ports
+              for word in ("--kv-events-port", str(events), "--kv-replay-port", str(replay))), command="router"))
         yield "version", ask(urls[0], "/version")["body"]["version"]
         yield "answers", same(urls[0], router.url, MODEL, too_long=3000)
-        yield from found_again(router, urls, "vllm:prefix_cache_hits_total")
+        yield from found_again(router, urls, "vllm:prefix_cache_hits_total", VLLM_BLOCK)
         yield "killed", survived(router.url, MODEL, lambda: os.killpg(servers[1].pid, signal.SIGKILL))
         yield "ready afterwards", [each["ready"] for each in state(router)]
 
@@ -287,10 +294,10 @@ def before_llamacpp(python: Path) -> Iterator[Found]:
         yield "ready afterwards", [each["ready"] for each in state(router)]
 
 
-def found_again(router: ServerProcess, urls: list[str], hits: str) -> Iterator[Found]:
+def found_again(router: ServerProcess, urls: list[str], hits: str, block: int = 16) -> Iterator[Found]:
     """Ask prefixes through the router; compare what it expected with what servers found."""
     before = expected_and_told(router)
-    found = prefixes_asked_again(router.url, urls, hits)
+    found = prefixes_asked_again(router.url, urls, hits, block=block)
     after = expected_and_told(router)
     found |= {f"router's {by}": after[by] - before[by] for by in after}
     yield "states", state(router)

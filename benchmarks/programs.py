@@ -1,10 +1,11 @@
 """Programs against the same calls by hand: prompt tokens by source, time, and an oracle that knows the whole tree.
 
     python benchmarks/programs.py --model PATH --runs 3 --json benchmarks/results/programs.json
+    python benchmarks/programs.py --http --runs 3 --json benchmarks/results/programs-http.json
 
 Every run begins with an empty prefix cache. By hand, requests go out as they would from a script: together where one
 does not need another's answer, or one after another. The oracle counts the tokens that the program's own requests, in
-their order, could have found in an endless cache.
+their order, could have found in an endless cache. With --http the model is in a `spill serve`, for all arms.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,11 @@ import json_by_fields
 import multi_turn
 import tree_of_thought
 from calls import Calls
+from server_process import ServerProcess
 
 from spillover import LLM
 from spillover.bench.provenance import provenance
+from spillover.bench.serving.served_model import JsonServer
 from spillover.plan.hardware import probe
 from spillover.programs import TokenCounts, backend_of
 from spillover.programs.recording import RecordingBackend, findable
@@ -38,23 +42,49 @@ EXAMPLES = {module.__name__: module for module in (tree_of_thought, few_shot, mu
 LEAST_SHARE = 0.98  # of what the oracle finds
 
 
-def measured(llm: LLM, work: Callable[[], Any]) -> tuple[Any, float]:
+class Served:
+    """A server in the place of an LLM."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def reset_prefix_cache(self) -> None:
+        JsonServer(self.url, {}).post("/reset_prefix_cache", {})
+
+
+def asked(llm: LLM | Served) -> LLM | str:
+    return llm.url if isinstance(llm, Served) else llm
+
+
+@contextmanager
+def serving(model: str | None, flags: dict[str, Any], http: bool) -> Iterator[LLM | Served]:
+    """Load the model here, or serve it."""
+    if not http:
+        with LLM(model, **flags) as llm:
+            yield llm
+        return
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    with ServerProcess(*([model] if model else []), *words, "--enable-admin-routes", "--no-log-requests") as server:
+        yield Served(server.url)
+
+
+def measured(llm: LLM | Served, work: Callable[[], Any]) -> tuple[Any, float]:
     llm.reset_prefix_cache()
-    backend_of(llm).gate.forget()
+    backend_of(asked(llm)).gate.forget()
     begun = time.perf_counter()
     result = work()
     return result, time.perf_counter() - begun
 
 
-def as_program(llm: LLM, example: Any) -> dict[str, Any]:
-    backend = RecordingBackend(backend_of(llm))
+def as_program(llm: LLM | Served, example: Any) -> dict[str, Any]:
+    backend = RecordingBackend(backend_of(asked(llm)))
     result, seconds = measured(llm, lambda: example.run(backend))
     return row(result, seconds, backend.counts, len(backend.asked)) | {
         "findable": findable(backend.asked, backend.gate.block_size)}
 
 
-def by_hand(llm: LLM, example: Any, concurrent: bool) -> dict[str, Any]:
-    calls = Calls(llm, concurrent)
+def by_hand(llm: LLM | Served, example: Any, concurrent: bool) -> dict[str, Any]:
+    calls = Calls(asked(llm), concurrent)
     result, seconds = measured(llm, lambda: example.by_hand(calls))
     return row(result, seconds, calls.counts, calls.requests)
 
@@ -67,18 +97,19 @@ def row(result: Any, seconds: float, counts: TokenCounts, requests: int) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model folder or GGUF file; the default model without")
+    parser.add_argument("--http", action="store_true", help="behind a server, instead of in this process")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", choices=list(EXAMPLES), action="append", help="these examples; all without")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--flags", default="{}", help='flags of the LLM as JSON, such as {"load_format": "dummy"}')
     given = parser.parse_args()
-    arms: dict[str, Callable[[LLM, Any], dict[str, Any]]] = {
+    arms: dict[str, Callable[[LLM | Served, Any], dict[str, Any]]] = {
         "program": as_program,
         "by hand": lambda llm, example: by_hand(llm, example, True),
         "by hand, in turn": lambda llm, example: by_hand(llm, example, False)}
     results: dict[str, dict[str, Any]] = {}
     short = False
-    with LLM(given.model, **{"max_model_len": 4096, **json.loads(given.flags)}) as llm:
+    with serving(given.model, {"max_model_len": 4096, **json.loads(given.flags)}, given.http) as llm:
         print(f"{'example':16} {'arm':17} {'requests':>8} {'prompt':>7} {'computed':>8} {'hit rate':>8} "
               f"{'of oracle':>9} {'seconds':>8} {'same text':>9}")
         for name in given.only or EXAMPLES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -47,6 +47,28 @@ def test_a_server_says_what_the_engine_in_process_says(llm: LLM, served: Server,
     counts = states[1].tokens_by_source()
     assert counts == states[0].tokens_by_source()
     assert counts.device == findable(recorded.asked, 16) > 0
+
+
+@pytest.mark.parametrize("text", ["Forty letters", "caf\u00e9 \u4f60\u597d \U0001f642", "</s>[user]  \n"])
+def test_text_becomes_tokens_here_where_the_tokenizer_of_the_server_is(served: Server, text: str,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    post = HttpBackend.post
+
+    def noted(self: HttpBackend, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        asked.append(path)
+        return post(self, path, body)
+
+    monkeypatch.setattr(HttpBackend, "post", noted)
+    here = HttpBackend(served.url)
+    made = [here.encode(text, special) for special in (False, True)]
+    said = [here.decode(ids) for ids in made]
+    assert not asked
+    monkeypatch.setattr(HttpBackend, "_local_tokenizer", lambda self: None)
+    there = HttpBackend(served.url)
+    assert made == [there.encode(text, special) for special in (False, True)]
+    assert said == [there.decode(ids) for ids in made]
+    assert {"/tokenize", "/detokenize"} <= set(asked)
 
 
 def test_scores_are_those_of_the_engine_in_process(served: Server, backend: RecordingBackend) -> None:

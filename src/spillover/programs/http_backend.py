@@ -1,7 +1,8 @@
 """A model behind an OpenAI-compatible server: spillover, vLLM, SGLang, llama.cpp, or any other.
 
 Where the server tokenizes (/tokenize), prompts are token ids, and forks share them exactly. Elsewhere they are text and
-messages: sharing is up to the server, and `select` is not possible.
+messages: sharing is up to the server, and `select` is not possible. Where the tokenizer of a spillover server lies on
+this machine too, text becomes tokens here, without a request for each piece; chats are rendered by the server.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import ssl
 import threading
 import urllib.parse
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from spillover.bench.serving.served_model import ServedModel, ServerTokenizer
 from spillover.bench.serving.sse import EventParser
@@ -32,6 +34,9 @@ from spillover.programs.backend import (
     TokenCounts,
 )
 from spillover.programs.prefix_gate import PrefixGate
+
+if TYPE_CHECKING:
+    from spillover.models.tokenizer import Tokenizer
 
 KEPT_TEXTS = 4096  # whose tokens are remembered
 SHORT_SECONDS = 60.0  # for what is no request to the model
@@ -58,6 +63,7 @@ class HttpBackend:
         own = served.tokenizer if isinstance(served.tokenizer, ServerTokenizer) else None
         self._tokenizer = None if own is None else own.asked_by(self)
         self.tokenizes = self._tokenizer is not None
+        self._here = self._local_tokenizer() if self.tokenizes else None
         self._encoded = functools.lru_cache(KEPT_TEXTS)(self._encode)
         self._decoded = functools.lru_cache(KEPT_TEXTS)(lambda ids: self._own_tokenizer().decode(ids))
         self._served = self._cards()
@@ -65,9 +71,11 @@ class HttpBackend:
     # Tokens
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        return list(self._encoded(text, special))
+        return list(self._encoded(text, special)) if self._here is None else self._here.encode(text, special)
 
     def decode(self, ids: Sequence[int]) -> str:
+        if self._here is not None:
+            return self._here.decode(ids, skip_special_tokens=False)
         return self._decoded(tuple(ids)) if len(ids) == 1 else self._own_tokenizer().decode(ids) if ids else ""
 
     def render(self, messages: Sequence[Message]) -> list[int]:
@@ -91,6 +99,20 @@ class HttpBackend:
         cards = answer.get("data") or []
         return [(card.get("id"), card.get("root"), card.get("max_model_len"),
                  card.get("created") if card.get("owned_by") == "spillover" else None) for card in cards]
+
+    def _local_tokenizer(self) -> Tokenizer | None:
+        """Return the server's tokenizer from this machine's disk; None where it is not there or makes other tokens."""
+        try:
+            told = json.loads(b"".join(self._pieces("/kv/info", None, Lifetime(SHORT_SECONDS))))
+            path, digest, template = told["tokenizer"], told["tokenizer_digest"], told["chat_template"]
+            if path is None or not Path(path).exists():
+                return None
+            from spillover.models.tokenizer import load_tokenizer
+
+            found = load_tokenizer(path, template)
+            return found if found.fingerprint == digest else None
+        except (SpilloverError, OSError, ValueError, KeyError, TypeError):  # another server, or files that are not its
+            return None
 
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         return tuple(self._own_tokenizer().encode(text, special))
