@@ -264,9 +264,9 @@ class Strategies:
             if kind == "layers" and units.stacks:
                 rows.append(self._expert_row(plan))
         if plan.substitute_bytes:
-            away = sum(plan.parts[part] != "resident" for part in units.layers)
-            whose = f"of {away or len(units.layers)} layers"
-            if not away and len(units.substitutes) > len(units.layers):
+            streamed = sum(plan.parts[part] != "resident" for part in units.layers)
+            whose = f"of {streamed or len(units.layers)} layers"
+            if not streamed and len(units.substitutes) > len(units.layers):
                 whose += " and the head"
             rows.append(UnitBytes("substitutes", whose, plan.substitute_bytes))
         if plan.transit:

@@ -100,7 +100,7 @@ class SubstituteWeights(FixedWeights):
 
     def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None:
         """Move the copies, and take all else from the other weights, which were moved before."""
-        self.parts = self._copies()
+        self.parts = {**self._copies()}
         super().move(copy, asleep)
         super().__init__(_beside(self._weights.resident_parts, self.parts))
 
