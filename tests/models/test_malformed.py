@@ -16,7 +16,9 @@ import pytest
 from fuzz_models import attempt, nested
 from fuzz_seeds import ARRAY, FLOAT32, STRING, UINT32, Gguf, gguf_models
 
-from spillover.errors import CheckpointError
+from spillover.errors import CheckpointError, RequestError
+from spillover.models.literal_text import LiteralText
+from spillover.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,24 @@ def test_json_files(file: str, key: str, value: Any, says: str, seeds: Path, tmp
         refused(path, file)
     else:
         attempt(path, plan=False)
+
+
+def test_a_tokenizer_whose_token_for_the_unknown_is_missing(seeds: Path, tmp_path: Path) -> None:
+    """Text that needs no such token is served; what does need it is refused with a sentence."""
+    path = tmp_path / "model"
+    subprocess.run(["cp", "-r", seeds / "folder-llama", path], check=True)
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["model"]["unk_token"] = "gone"
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    attempt(path, plan=False)
+    tokenizer = load_tokenizer(path)
+    known = tokenizer.encode("the")
+    assert tokenizer.decode(known) == "the"
+    literal = LiteralText(tokenizer)
+    assert literal.encode("the", False) == known
+    for encode in (tokenizer.encode, literal.encode):
+        with pytest.raises(RequestError, match=r"tokenizer cannot encode this text .*gone"):
+            encode("the\n", False)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",

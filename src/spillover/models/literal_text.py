@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from spillover.errors import CheckpointError
-from spillover.models.tokenizer import Tokenizer
+from spillover.models.tokenizer import Tokenizer, encode
 
 
 class LiteralText:
@@ -52,8 +52,7 @@ class LiteralText:
     def encode(self, rendered: str, add_special_tokens: bool) -> list[int]:
         own = self._special.sub(lambda found: self._names[found[0]], rendered)
         text = self._mark.sub(lambda found: self._marked.get(found[0], found[0]), own)
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        return encode(self._backend, text, add_special_tokens)
 
 
 def _renamed(backend: tokenizers.Tokenizer, names: Mapping[str, str]) -> tokenizers.Tokenizer:

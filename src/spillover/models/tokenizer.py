@@ -87,14 +87,7 @@ class Tokenizer:
         return self._templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            if len(text) <= _SHORT:
-                ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-            else:  # lets other threads run meanwhile, as a server's streams
-                ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except TypeError:
-            raise RequestError("the text is not valid UTF-8, or has half of a surrogate pair") from None
-        return ids
+        return encode(self.backend, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -152,6 +145,20 @@ class Tokenizer:
         token = self._special_tokens.get(role)
         index: int | None = None if token is None else self.backend.token_to_id(token)
         return index
+
+
+def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Return the text's token ids. RequestError where it is no text, or has what the tokenizer has no token for."""
+    try:
+        if len(text) <= _SHORT:
+            ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # lets other threads run meanwhile, as a server's streams
+            ids = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    except TypeError:
+        raise RequestError("the text is not valid UTF-8, or has half of a surrogate pair") from None
+    except Exception as error:  # tokenizers raises nothing more precise
+        raise RequestError(f"the model's tokenizer cannot encode this text ({shown(str(error))})") from error
+    return ids
 
 
 def _byte_of_letter() -> dict[str, bytes]:
