@@ -43,8 +43,8 @@ from spillover.plan.hardware import probe
 
 BLOCK = 16
 PARTS = ("decision", "tenants", "no-reuse", "added", "kill")
-SMALL = {"parts": "tenants,no-reuse,kill", "policies": "round-robin,prefix,predicted", "tenants": 12, "users": 6,
-         "prefix": 384, "question": 32, "output": 4, "rate": 0.8, "requests": 48, "no_reuse_rate": 1.2,
+SMALL = {"parts": "tenants,no-reuse,kill", "policies": "round-robin,prefix,predicted", "tenants": 10, "users": 6,
+         "prefix": 384, "question": 32, "output": 4, "rate": 0.9, "requests": 36, "no_reuse_rate": 1.2,
          "no_reuse_lengths": "32,128,384", "max_model_len": 1024, "warm": 8}  # of --smollm2
 FLOORS = {"tenants_ttft_or_throughput": 2.0, "hit_rate_of_ceiling": 0.98, "no_reuse_throughput": 0.98,
           "no_reuse_ttft": 0.98, "heal_seconds": 1.0, "decision_p99_ms": 1.0, "added_p50_ms": 3.0,
