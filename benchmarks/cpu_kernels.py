@@ -126,8 +126,6 @@ def contexts(requests: int, queries: int, context: int) -> tuple[AttentionBatch,
         positions=torch.arange(context - queries, context).repeat(requests),
         rows=torch.arange(requests, dtype=torch.int32).repeat_interleave(queries),
         block_size=BLOCK,
-        max_query=queries,
-        max_seq=context,
     )
     return batch, pool
 

@@ -92,7 +92,7 @@ def batch(counts: list[int], lengths: list[int], heads: int, kv_heads: int, dim:
     positions = torch.cat([torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)])
     rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
     made = AttentionBatch(*(x.cuda() for x in (starts, torch.tensor(lengths, dtype=torch.int32), table, positions,
-                                               rows)), block_size, max(counts), max(lengths), kv_dtype)
+                                               rows)), block_size, kv_dtype)
     qkv = torch.randn(sum(counts), heads + 2 * kv_heads, dim, dtype=torch.bfloat16, device="cuda")
     return qkv, [pool[:, layer] for layer in range(layers)], made
 

@@ -61,8 +61,7 @@ def make_batch(lengths: list[tuple[int, int]], kv_dtype: str, first_block: int =
         block_table=torch.arange(first_block, first_block + BLOCKS * len(lengths), dtype=torch.int32).view(-1, BLOCKS),
         positions=torch.cat([torch.arange(old, old + new) for old, new in lengths]),
         rows=torch.cat([torch.full((new,), i, dtype=torch.int32) for i, (_, new) in enumerate(lengths)]),
-        block_size=BLOCK, max_query=max(new for _, new in lengths), max_seq=max(old + new for old, new in lengths),
-        kv_dtype=kv_dtype,
+        block_size=BLOCK, kv_dtype=kv_dtype,
     )
 
 

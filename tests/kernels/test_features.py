@@ -28,7 +28,7 @@ def random_step(rng: random.Random, slots: int, device: str) -> tuple[AttentionB
         positions=torch.tensor([start + row for start, count in zip(starts, counts, strict=True)
                                 for row in range(count)], device=device),
         rows=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(torch.int32).to(device),
-        block_size=8, max_query=0, max_seq=0)
+        block_size=8)
     chosen = torch.tensor(rng.sample(range(slots), len(counts)), dtype=torch.int32, device=device)
     follows = torch.tensor([int(start > 0 and rng.random() < 0.7) for start in starts], dtype=torch.int32,
                            device=device)
@@ -56,7 +56,7 @@ def test_rows_follow_what_plain_torch_says(device: str) -> None:
 
 def on_cpu(batch: AttentionBatch) -> AttentionBatch:
     return AttentionBatch(batch.query_start.cpu(), batch.seq_lens.cpu(), batch.block_table.cpu(),
-                          batch.positions.cpu(), batch.rows.cpu(), 8, 0, 0)
+                          batch.positions.cpu(), batch.rows.cpu(), 8)
 
 
 def test_a_request_follows_its_own_rows_and_no_other() -> None:
@@ -65,11 +65,11 @@ def test_a_request_follows_its_own_rows_and_no_other() -> None:
     x = torch.arange(1.0, 6.0).unsqueeze(1)
     first = AttentionBatch(torch.tensor([0, 5], dtype=torch.int32), torch.tensor([15], dtype=torch.int32),
                            torch.zeros(1, 1, dtype=torch.int32), torch.arange(10, 15),
-                           torch.zeros(5, dtype=torch.int32), 8, 5, 15)
+                           torch.zeros(5, dtype=torch.int32), 8)
     slot, yes = torch.tensor([1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     assert features.rows_before(x, kept, first, slot, yes - 1).tolist() == [[0.0], [1.0], [2.0], [3.0], [4.0]]
     features.keep_rows(x, kept, first, slot)
     then = AttentionBatch(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([14], dtype=torch.int32),
                           torch.zeros(1, 1, dtype=torch.int32), torch.tensor([13]), torch.zeros(1, dtype=torch.int32),
-                          8, 1, 14)
+                          8)
     assert features.rows_before(x[:1], kept, then, slot, yes).tolist() == [[3.0]]

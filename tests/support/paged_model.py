@@ -101,8 +101,6 @@ class PagedModel:
                 positions,
                 rows,
                 self.block_size,
-                max(len(chunk) for chunk in chunks.values()),
-                max(ends.values()),
             )
             for group, members in enumerate(self.model.groups)
         )

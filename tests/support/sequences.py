@@ -39,8 +39,6 @@ class Sequences:
             positions=torch.cat([torch.arange(first, last) for _, first, last in parts]),
             rows=torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(lengths)).int(),
             block_size=self.block_size,
-            max_query=max(lengths),
-            max_seq=max(last for _, _, last in parts),
             kv_dtype=self.kv_dtype,
         )
         rows = [torch.cat([x[r][first:last] for r, first, last in parts]) for x in (self.q, self.k, self.v)]

@@ -43,7 +43,6 @@ class Mirror:
         chains of tokens begin with, for servers that name blocks by hashes of their own; None: the names are keys."""
         self.state = IndexState.DEGRADED
         self.sequence: int | None = None  # of the last batch that was applied
-        self.applied = 0  # batches
         self.gaps = 0
         self._index = index
         self._replica = replica
@@ -102,7 +101,6 @@ class Mirror:
             self._names.clear()
 
     def _apply(self, payload: bytes) -> None:
-        self.applied += 1
         for event in read_events(payload):
             if isinstance(event, AllBlocksCleared):
                 self._forget()

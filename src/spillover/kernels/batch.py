@@ -96,8 +96,6 @@ class AttentionBatch:
     positions: Tensor  # [T] int64
     rows: Tensor  # [T] int32, the request each row belongs to
     block_size: int
-    max_query: int  # most rows of one request
-    max_seq: int  # longest of seq_lens
     kv_dtype: str = "auto"  # of the pool: "auto" is the rows' own type, "fp8" and "int8" are codes
     cold: OffloadedPrefix | None = None  # of the only request; its table entries of these blocks are 0
     work: DeviceWork | None = None  # CUDA: how the step is cut into programs

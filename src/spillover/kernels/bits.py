@@ -176,8 +176,8 @@ class _Maker:
             query_start=torch.tensor([0, count], dtype=torch.int32, device=self.device),
             seq_lens=torch.tensor([last], dtype=torch.int32, device=self.device), block_table=table.to(self.device),
             positions=torch.arange(first, last, device=self.device),
-            rows=torch.zeros(count, dtype=torch.int32, device=self.device), block_size=BLOCK, max_query=count,
-            max_seq=last, kv_dtype=kv_dtype)
+            rows=torch.zeros(count, dtype=torch.int32, device=self.device), block_size=BLOCK,
+            kv_dtype=kv_dtype)
         if self.device.type == "cpu":
             return made
         from spillover.kernels.triton.attention.attention import make_work

@@ -35,7 +35,6 @@ class Run:
         self.lifetime = lifetime
         self.defaults = dict(defaults)
         self.prefills = prefills
-        self.num_ahead = 0  # requests that read ahead
         self.ended = False
         self.main = State(self, "main", Context(backend))
         self._chunks = chunks
@@ -83,10 +82,6 @@ class Run:
     def seen(self, error: ProgramError) -> None:
         """Note that the program has been given this error."""
         self._given.append(error)
-
-    def read_ahead(self) -> None:
-        with self._idle:
-            self.num_ahead += 1
 
     def tell(self, branch: str, name: str | None, text: str) -> None:
         if self._chunks is not None and text:

@@ -80,4 +80,3 @@ def prefill_ahead(state: State, run: Run) -> None:
     except SpilloverError:  # the gen that follows will be told as well, and says what it was
         return
     state.count(answer.counts)
-    run.read_ahead()

@@ -73,7 +73,6 @@ def test_a_layer_is_that_of_the_cpu(rows: int, cold: bool, extras: bool) -> None
         query_start=torch.tensor([0, rows], dtype=torch.int32), seq_lens=torch.tensor([19], dtype=torch.int32),
         block_table=torch.tensor([[0, 0, 3] if cold else [1, 2, 3]], dtype=torch.int32),
         positions=torch.arange(19 - rows, 19), rows=torch.zeros(rows, dtype=torch.int32), block_size=BLOCK,
-        max_query=rows, max_seq=19,
     )
     x, residual = torch.randn(rows, HIDDEN), torch.randn(rows, HIDDEN)
     there = {name: mapped(weight, lambda tensor: tensor.to(DEVICE)) for name, weight in w.items()}

@@ -193,8 +193,6 @@ class CpuRunner:
                 positions=positions,
                 rows=rows,
                 block_size=self._block_size,
-                max_query=1 if decodes else int(items.counts.max()),
-                max_seq=longest,
                 kv_dtype=self._kv_dtype,
                 cold=cold,
             )
@@ -293,8 +291,8 @@ class CpuRunner:
             batch = AttentionBatch(
                 query_start=numbers, seq_lens=torch.from_numpy((positions + 1).astype(np.int32)),
                 block_table=torch.from_numpy(np.ascontiguousarray(table[:going, :-(-longest // self._block_size)])),
-                positions=torch.from_numpy(positions), rows=numbers[:going], block_size=self._block_size, max_query=1,
-                max_seq=longest, kv_dtype=self._kv_dtype)
+                positions=torch.from_numpy(positions), rows=numbers[:going], block_size=self._block_size,
+                kv_dtype=self._kv_dtype)
             logits, before = head.draft(ids[:going], before[:going], batch)
             ids = head.tokens(logits.argmax(-1))
             for index, token in zip(order, ids.tolist(), strict=False):

@@ -323,8 +323,6 @@ class CudaRunner:
                 positions=positions,
                 rows=inputs.array(offsets, "row_of"),
                 block_size=self._block_size,
-                max_query=0,
-                max_seq=0,
                 kv_dtype=self._kv_dtype,
                 work=work,
             ))
@@ -334,8 +332,8 @@ class CudaRunner:
         """Return the step of one request, longer than the pool, whose first blocks pass through a stage."""
         assert self._stage is not None, "the plan has no sequences longer than the pool"
         (batch,), slot = model_step.attention, self.table[item.id].slot
-        cold = replace(batch, block_table=self.table.block_tables[0, slot:slot + 1], max_query=item.count,
-                       max_seq=item.end, cold=self._stage.prefix(item), work=None)
+        cold = replace(batch, block_table=self.table.block_tables[0, slot:slot + 1], cold=self._stage.prefix(item),
+                       work=None)
         return replace(model_step, attention=(cold,))
 
     # On the host

@@ -156,7 +156,7 @@ class DraftPasses:
         return AttentionBatch(
             query_start=inputs.array(offsets, "query_start"), seq_lens=inputs.array(offsets, "seq_lens"),
             block_table=self._table.block_tables[0], positions=inputs.array(offsets, "positions"),
-            rows=inputs.array(offsets, "row_of"), block_size=self._block_size, max_query=0, max_seq=0,
+            rows=inputs.array(offsets, "row_of"), block_size=self._block_size,
             kv_dtype=self._kv_dtype, work=work)
 
     def _items(self, offsets: InputOffsets) -> Tensor:

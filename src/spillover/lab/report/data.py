@@ -155,7 +155,6 @@ class Report:
     cells: tuple[Cell, ...]
     visits: tuple[Visit, ...]
     verdicts: tuple[Verdict, ...]
-    headline: tuple[str, ...]
     plan: Mapping[str, Any]  # limits, order, restart, confidence ...: how it was run
     blocks: int
     stopped: str | None  # "decided", "max-blocks", "time-limit"; None: it goes on
@@ -214,7 +213,6 @@ def read_report(folder: Path) -> Report:
         verdicts=tuple(_read(Verdict, verdict, higher_is_better=verdict.get("better") != "lower",
                              block_ratios=tuple(verdict.get("block_ratios") or ()))
                        for verdict in analysis["verdicts"]),
-        headline=tuple(analysis.get("headline") or ()),
         plan={key: experiment[key] for key in PLAN if experiment.get(key) is not None},
         blocks=analysis["blocks"],
         stopped=analysis["stopped"]["reason"],

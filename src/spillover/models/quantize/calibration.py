@@ -176,7 +176,7 @@ def whole_sequences(count: int, length: int, device: torch.device) -> AttentionB
         block_table=torch.arange(1, count * blocks + 1, **numbers).view(count, blocks),
         positions=torch.arange(length, device=device).repeat(count),
         rows=torch.arange(count, **numbers).repeat_interleave(length),
-        block_size=BLOCK_SIZE, max_query=length, max_seq=length,
+        block_size=BLOCK_SIZE,
     )
 
 
