@@ -16,8 +16,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
 from spillover import LLM, SamplingParams
-from support.coded_weights import stored
-from support.k_quants import q4_k_m
+from support.models.coded_weights import stored
+from support.models.k_quants import q4_k_m
 
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256
 

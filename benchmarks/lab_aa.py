@@ -27,7 +27,7 @@ from spillover.lab.engines import EngineSpec, make_engine
 from spillover.lab.experiment import MAX_BLOCKS, parse_experiment
 from spillover.lab.run import run_experiment
 from spillover.lab.verdict import FASTER, NO_VERDICT, SLOWER
-from support.mock_server import MockServer
+from support.servers.mock_server import MockServer
 
 LOAD = {"dataset-name": "random", "num-prompts": 24, "random-input-len": 64, "random-output-len": 16,
         "max-concurrency": 4}

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from spillover.cli.main import main
-from support.mock_server import MockServer
+from support.servers.mock_server import MockServer
 
 SMALL = ["--num-prompts", "6", "--random-input-len", "12", "--random-output-len", "4"]
 

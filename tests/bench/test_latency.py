@@ -10,7 +10,7 @@ from rich.console import Console
 from spillover.bench.latency import LatencyResult, measure
 from spillover.bench.report import latency_table
 from spillover.bench.workloads.workloads import Vocabulary
-from support.fake_target import FakeLimits, FakeTarget
+from support.lab.fake_target import FakeLimits, FakeTarget
 
 
 def test_iterations_run_on_fresh_prompts() -> None:

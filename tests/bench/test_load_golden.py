@@ -22,7 +22,7 @@ from spillover.bench.serving.openai_api import Dialect
 from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.serving.serving_metrics import measure
 from spillover.bench.workloads.arrivals import Arrivals
-from support.mock_server import MockServer
+from support.servers.mock_server import MockServer
 
 pytestmark = pytest.mark.alone
 

@@ -21,7 +21,7 @@ from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.serving.serving_metrics import measure
 from spillover.bench.workloads.arrivals import Arrivals
 from spillover.errors import SpilloverError
-from support.mock_server import MockServer
+from support.servers.mock_server import MockServer
 
 COMPLETIONS, CHAT = Dialect("completions", "mock"), Dialect("chat", "mock")
 

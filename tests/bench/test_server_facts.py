@@ -13,7 +13,7 @@ import pytest
 
 from spillover.bench.serving import server_facts
 from spillover.errors import SpilloverError
-from support.mock_server import MockServer
+from support.servers.mock_server import MockServer
 
 VLLM = """\
 # HELP vllm:prefix_cache_queries_total Prefix cache queries, in terms of number of queried tokens.

@@ -17,7 +17,7 @@ from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.sweep import Sweep, SweepPlan
 from spillover.bench.workloads.arrivals import Arrivals
 from spillover.errors import SpilloverError
-from support.mock_server import MockServer
+from support.servers.mock_server import MockServer
 
 pytestmark = pytest.mark.alone
 

@@ -16,7 +16,7 @@ from spillover.bench.target import BenchRequest
 from spillover.bench.throughput import Setting, measure, offline
 from spillover.bench.workloads.workloads import Vocabulary
 from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload, mixed_shapes, random_workload
-from support.fake_target import FakeLimits, FakeTarget
+from support.lab.fake_target import FakeLimits, FakeTarget
 
 WORKLOAD = random_workload(Vocabulary(100), 8, input_len=12, output_len=5)
 

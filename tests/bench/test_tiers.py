@@ -26,7 +26,7 @@ from spillover.bench.tiers_report import (
 )
 from spillover.bench.workloads.workloads import Conversations, Vocabulary
 from spillover.bench.workloads.workloads_synthetic import random_workload
-from support.fake_target import FakeTierTarget
+from support.lab.fake_target import FakeTierTarget
 
 RANDOM = random_workload(Vocabulary(1000), 3, input_len=12, output_len=5)
 CHATS = Conversations(Vocabulary(1000), count=4, rounds=3, prefix_len=40, question_len=8, answer_len=4)

@@ -16,7 +16,7 @@ from spillover.cli.main import main
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.disk import DiskTier
 from spillover.units import parse_seconds
-from support.hf_reference import VOCAB, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, save_checkpoint, tiny_model
 
 PAYLOAD = 5000
 BLOCKS = 6

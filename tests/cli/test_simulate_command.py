@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from spillover.cli.main import main
-from support.hf_reference import save_checkpoint, tiny_model
+from support.models.hf_reference import save_checkpoint, tiny_model
 
 MOONCAKE = "\n".join(json.dumps({"timestamp": 100 * place, "input_length": 600, "output_length": 5,
                                  "hash_ids": [0, place + 1]}) for place in range(8))

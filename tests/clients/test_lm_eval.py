@@ -21,7 +21,7 @@ from spillover.eval.served import ServedTarget
 from spillover.eval.tasks.named import open_task
 from spillover.models.hub.store import resolve
 from spillover.models.tokenizer import Tokenizer
-from support.client_process import OFFLINE, run_client
+from support.servers.client_process import OFFLINE, run_client
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 

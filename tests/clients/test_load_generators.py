@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from server_process import ServerProcess
 
-from support.client_process import OFFLINE, run_client
+from support.servers.client_process import OFFLINE, run_client
 
 pytestmark = pytest.mark.clients
 

@@ -21,8 +21,8 @@ from spillover.bench.serving.openai_api import Dialect
 from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.serving.serving_metrics import ServingMetrics, measure
 from spillover.bench.workloads.arrivals import Arrivals
-from support.client_process import OFFLINE, run_client
-from support.mock_server import MockServer
+from support.servers.client_process import OFFLINE, run_client
+from support.servers.mock_server import MockServer
 
 pytestmark = pytest.mark.clients
 COUNT, INPUT, OUTPUT, STREAMS = 24, 64, 32, 4

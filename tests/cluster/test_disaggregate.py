@@ -28,11 +28,11 @@ from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 from spillover.memory.shared_pool.client import ask_owner
 from spillover.memory.shared_pool.wire import Ask, Report
-from support.fake_replica import FakeReplica, routed
+from support.models.text_model import TEXT as WORDS
+from support.models.text_model import write_text_model
 from support.pool_process import PoolProcess
-from support.running_server import running, until
-from support.text_model import TEXT as WORDS
-from support.text_model import write_text_model
+from support.servers.fake_replica import FakeReplica, routed
+from support.servers.running_server import running, until
 
 BLOCK = 16
 

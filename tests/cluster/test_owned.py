@@ -32,8 +32,8 @@ from spillover.errors import SpilloverError
 from spillover.server.listen import listen
 from spillover.server.replica import News, ReplicaLaunch
 from spillover.server.settings import ServerSettings
-from support.fake_ray import FakeRay
-from support.fake_replica import FakeReplica
+from support.servers.fake_ray import FakeRay
+from support.servers.fake_replica import FakeReplica
 
 
 class FakeServer:

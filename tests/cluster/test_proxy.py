@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spillover.cluster.replica import FAILURES, OPEN_SECONDS, Breaker
 from spillover.cluster.serve import Router
 from spillover.cluster.watch import WatchSettings
-from support.fake_replica import CHUNKS, FakeReplica, routed
+from support.servers.fake_replica import CHUNKS, FakeReplica, routed
 
 BODY = {"model": "fake", "prompt": "Once upon a time", "stream": True}
 Scene = Callable[[httpx.AsyncClient, list[FakeReplica], Router], Awaitable[None]]

@@ -24,7 +24,7 @@ import pytest
 from spillover.course.slurm import job_file
 from spillover.course.week import load_week
 from spillover.server.listen import listen
-from support.running_server import SPILL, Server, running, until
+from support.servers.running_server import SPILL, Server, running, until
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: make test-cluster does it")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]

@@ -15,8 +15,8 @@ import pytest
 from spillover.cli.cluster.replicas import check_replicas, replica_config, visible_gpus
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
-from support.running_server import Server, running, until
-from support.text_model import TEXT, write_text_model
+from support.models.text_model import TEXT, write_text_model
+from support.servers.running_server import Server, running, until
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from spillover.cluster.fleet import Keys, Prompt
 from spillover.cluster.policy import POLICIES
 from spillover.cluster.replica import Told
 from spillover.memory.kv.event_wire import CPU, GPU, STORAGE
-from support.fleet_simulation import BLOCK, Arrival, ceiling, make_fleet, simulate
+from support.servers.fleet_simulation import BLOCK, Arrival, ceiling, make_fleet, simulate
 
 TOKEN = 1e-4
 

@@ -20,8 +20,8 @@ from spillover.course.runs import CourseRun
 from spillover.course.tables import filled_rows
 from spillover.course.week import all_weeks, load_week
 from spillover.lab.experiment import Experiment
-from support.chromium import Chromium, find_chromium
-from support.made_up_results import write_results
+from support.lab.made_up_results import write_results
+from support.servers.chromium import Chromium, find_chromium
 
 pytest.importorskip("pyarrow")
 

@@ -17,7 +17,7 @@ from spillover.course.values import Series
 from spillover.course.week import Expectation, Value, Week, parse_week
 from spillover.lab.store import Results
 from spillover.lab.validity import Fault
-from support.made_up_results import write_results
+from support.lab.made_up_results import write_results
 
 pytest.importorskip("pyarrow")
 FOLDER = Path("nowhere")

@@ -16,7 +16,7 @@ from spillover.course.slurm import job_file, on_ray
 from spillover.course.steps import experiments
 from spillover.course.week import load_week
 from spillover.errors import SpilloverError
-from support.running_server import until
+from support.servers.running_server import until
 
 # `srun` runs what it is given, as on the node that it names. The head of Ray listens until it is ended; what it was
 # started for is then gone as well.

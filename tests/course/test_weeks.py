@@ -24,7 +24,7 @@ from spillover.lab.experiment import Experiment
 from spillover.lab.preflight import foreseen, workload_stats
 from spillover.lab.run_metrics import metric_names
 from spillover.lab.traffic import ServedLoad
-from support.course_rows import ROWS
+from support.lab.course_rows import ROWS
 
 ROOT = Path(__file__).parent.parent.parent
 ALL = all_weeks()

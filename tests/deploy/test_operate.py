@@ -33,7 +33,7 @@ from spillover.server.settings import ServerSettings
 from spillover.server.telemetry.metrics import Metrics, TokenCounts
 from spillover.server.telemetry.tracing import LOWER_TIERS, TraceRequests, Traces, phases, traces_endpoint
 from spillover.server.telemetry.vllm_metrics import VLLM_FAMILIES
-from support.stub_client import StubClient
+from support.servers.stub_client import StubClient
 
 # Probes
 

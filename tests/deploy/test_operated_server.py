@@ -17,8 +17,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.collector import Collector, Span
-from support.running_server import Server, running, until
+from support.servers.collector import Collector, Span
+from support.servers.running_server import Server, running, until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CONFIG = {

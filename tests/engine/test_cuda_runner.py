@@ -30,8 +30,8 @@ from spillover.engine.output.outputs import RequestOutput
 from spillover.engine.speculation.head_drafter import HeadDrafter
 from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.cuda_kernels import CudaKernels
-from support import quick_interpreter
-from support.tiny_configs import WINDOWED as MODEL
+from support.kernels import quick_interpreter
+from support.models.tiny_configs import WINDOWED as MODEL
 
 quick_interpreter.install()
 

@@ -11,7 +11,7 @@ import pytest
 
 from spillover import LLM, SamplingParams
 from spillover.engine.requests.request import Request
-from support.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
 
 BLOCK = 8
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": BLOCK, "max_model_len": 192,

@@ -14,7 +14,7 @@ from spillover.engine.batch.offloaded_prefix import OffloadStage, StagedPrefix
 from spillover.engine.output.outputs import RequestOutput
 from spillover.engine.step import StepItem
 from spillover.models.hub.store import resolve
-from support.hf_reference import VOCAB, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, save_checkpoint, tiny_model
 
 KINDS = ["fp8", "int8"]
 LLAMA = {

@@ -10,7 +10,7 @@ import torch
 
 from spillover import LLM, SamplingParams
 from spillover.errors import RequestError
-from support.text_model import write_text_model
+from support.models.text_model import write_text_model
 
 IDS = [(7 * n) % 250 for n in range(90)]
 

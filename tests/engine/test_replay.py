@@ -16,7 +16,7 @@ from spillover import LLM, SamplingParams
 from spillover.engine import replay
 from spillover.engine.requests.token_ids import token_array
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult, decode_step, encode_step
-from support.tiny_configs import WINDOWED as MODEL
+from support.models.tiny_configs import WINDOWED as MODEL
 
 VOCAB = 97
 

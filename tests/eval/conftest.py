@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from spillover import LLM
 from spillover.eval.in_process import EngineTarget
-from support.running_server import Server, running
-from support.text_model import TEXT, write_text_model
+from support.models.text_model import TEXT, write_text_model
+from support.servers.running_server import Server, running
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from spillover.errors import SpilloverError
 from spillover.eval.divergence import FullReference, TopReference, divergence, least_divergence
 from spillover.eval.in_process import EngineTarget
 from spillover.eval.target import Prompt
-from support.text_model import BOS, TEXT, write_text_model
+from support.models.text_model import BOS, TEXT, write_text_model
 
 
 @pytest.fixture(scope="module")

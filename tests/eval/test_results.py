@@ -15,7 +15,7 @@ from spillover.eval.in_process import EngineTarget
 from spillover.eval.results import Results
 from spillover.eval.run import run
 from spillover.eval.tasks.named import open_task
-from support.running_server import SPILL
+from support.servers.running_server import SPILL
 
 
 def lines(path: Path) -> list[dict[str, object]]:

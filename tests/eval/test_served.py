@@ -21,8 +21,8 @@ from spillover.eval.served import ServedTarget
 from spillover.eval.target import Prompt
 from spillover.eval.tasks.named import open_task
 from spillover.models.tokenizer import load_tokenizer
-from support.running_server import Server
-from support.text_model import BOS
+from support.models.text_model import BOS
+from support.servers.running_server import Server
 
 
 def test_every_task_gives_the_same_numbers_as_in_process(target: EngineTarget, served: Server, model: Path,

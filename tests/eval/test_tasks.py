@@ -20,7 +20,7 @@ from spillover.eval.tasks.choices import Question, encode
 from spillover.eval.tasks.gsm8k import extract, few_shot, same
 from spillover.eval.tasks.named import NAMES, metrics_of, open_task
 from spillover.eval.tasks.perplexity import windows
-from support.text_model import BOS, TEXT
+from support.models.text_model import BOS, TEXT
 
 
 def scores(target: EngineTarget, data: Path, task: str, window: int = 128, stride: int = 128) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spillover import LLM, SamplingParams
-from support.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from spillover import LLM, SamplingParams
 from spillover.kernels.cuda import coded_linear
-from support.coded_weights import KINDS
-from support.gguf_models import HIDDEN, LAYERS, VOCAB, mixed, write_tiled_llama
+from support.models.coded_weights import KINDS
+from support.models.gguf_models import HIDDEN, LAYERS, VOCAB, mixed, write_tiled_llama
 
 pytestmark = [
     pytest.mark.gpu,

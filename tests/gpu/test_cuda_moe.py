@@ -12,7 +12,7 @@ from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.moe import mixture, mixture_reference
-from support import mixtures
+from support.kernels import mixtures
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,7 +21,7 @@ from spillover.errors import SpilloverError
 from spillover.kernels.cuda.peers.exchange import Exchange, buffer_bytes
 from spillover.models.sharding.ranks import sum_in_order
 from support import starved
-from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

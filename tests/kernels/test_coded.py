@@ -24,7 +24,7 @@ from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes, grouped_codes
 from spillover.kernels.linear import embedding, embedding_reference, linear
 from spillover.kernels.native import build
 from spillover.models.gguf.gguf_codes import codes_of
-from support.coded_weights import KINDS, coded, room, stored
+from support.models.coded_weights import KINDS, coded, room, stored
 
 STEP = {kind: max(CODE_BLOCK, gguf.GGML_QUANT_SIZES[kind][0]) for kind in KINDS}  # columns of a block
 needs_codes = pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU does not multiply codes")
@@ -230,7 +230,7 @@ def built(sources: list[Path], cores: str) -> ctypes.CDLL:
 def test_other_instructions_of_x86_give_the_same_bits(other: str) -> None:
     folder, cores = Path(build.__file__).parent, {level.name: level.cores for level in build.LEVELS["x86_64"]}
     tiles = other == "emulated_tiles"
-    source = Path(__file__).parents[1] / "support" / "emulated_tiles.cpp" if tiles else folder / "coded" / "coded.cpp"
+    source = Path(__file__).parents[1] / "support/kernels/emulated_tiles.cpp" if tiles else folder / "coded/coded.cpp"
     library = built([source, folder / "team.cpp"],
                     f"{cores['avx512-vnni']} -mavx512bf16" if tiles else cores["avx512"])
     weights = [coded(kind, 70, 512) for kind in KINDS]

@@ -35,10 +35,10 @@ from spillover.models.architectures import llama
 from spillover.models.config import ModelConfig
 from spillover.plan.hardware import probe
 from spillover.plan.planner import PlanRequest, make_plan
-from support.coded_weights import KINDS, coded, room
-from support.emulated import COMPILER, EmulatedLibrary, emulated, missing
-from support.loading import dummy_weights
-from support.sequences import sequences
+from support.kernels.emulated import COMPILER, EmulatedLibrary, emulated, missing
+from support.kernels.sequences import sequences
+from support.models.coded_weights import KINDS, coded, room
+from support.models.loading import dummy_weights
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() in ("aarch64", "arm64"), reason="runs these kernels itself"),

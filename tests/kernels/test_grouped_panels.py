@@ -15,7 +15,7 @@ from spillover.kernels.formats.grouped_panels import GroupedPanels
 from spillover.kernels.linear import embedding, linear
 from spillover.kernels.quantize import round_to_int
 from spillover.models.weight_specs import Source, WeightSpec, kept_on
-from support.coded_weights import room
+from support.models.coded_weights import room
 
 needs_codes = pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU does not multiply codes")
 CPU = torch.device("cpu")

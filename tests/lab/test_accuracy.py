@@ -14,7 +14,7 @@ from spillover.lab.report.figures import pareto
 from spillover.lab.report.tables import accuracy
 from spillover.lab.report.write import write_report
 from spillover.lab.run import run_experiment
-from support.fake_lab import FakeLoad, experiment
+from support.lab.fake_lab import FakeLoad, experiment
 
 ASKED = {"tasks": ["perplexity"]}
 

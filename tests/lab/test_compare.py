@@ -20,7 +20,7 @@ from spillover.lab.compare import Result, Sample, as_file, compare, read_result
 from spillover.lab.run import run_experiment
 from spillover.lab.store import Results, write_json
 from spillover.lab.verdict import FASTER, NO_DIFFERENCE, NO_VERDICT, SAME, SLOWER, Rule
-from support.fake_lab import FakeLoad, experiment
+from support.lab.fake_lab import FakeLoad, experiment
 
 RULE = Rule(0.99, 2, 0.02)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -23,7 +23,7 @@ from spillover.lab.run import run_experiment
 from spillover.lab.schedule import turns, visits
 from spillover.lab.store import ResultFolder, Results
 from spillover.lab.traffic import ServedLoad
-from support.fake_lab import FakeEngine, FakeLoad, experiment, make_run
+from support.lab.fake_lab import FakeEngine, FakeLoad, experiment, make_run
 
 TEXT = """
 name: tiers

@@ -22,7 +22,7 @@ from spillover.lab.experiment import parse_experiment
 from spillover.lab.run import Bench, run_experiment
 from spillover.lab.store import Results
 from spillover.lab.traffic import ServedLoad
-from support.mock_server import MockServer
+from support.servers.mock_server import MockServer
 
 # 12 requests, four at a time, 30 ms each: a tenth of a second.
 LOAD = {"dataset-name": "random", "num-prompts": 12, "random-input-len": 32, "random-output-len": 6,

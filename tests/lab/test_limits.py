@@ -9,7 +9,7 @@ import pytest
 
 from spillover.bench.target import Bound
 from spillover.lab.limits import Reached, busy_seconds, most_at_once, reached
-from support.fake_lab import make_run
+from support.lab.fake_lab import make_run
 
 
 class OneTokenASecond:

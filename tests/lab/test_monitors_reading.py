@@ -15,7 +15,7 @@ import pytest
 from spillover.lab.engines.process import free_port, status_of
 from spillover.lab.monitors import CpuMonitor, DiskMonitor, NvmlMonitor, ProcessMonitor, PrometheusMonitor
 from spillover.lab.monitors.base import Rates, named
-from support.stub_environment import STUB
+from support.servers.stub_environment import STUB
 
 MIB = 2**20
 

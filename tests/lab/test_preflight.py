@@ -21,8 +21,8 @@ from spillover.lab.preflight import foreseen, sending_seconds, workload_stats
 from spillover.lab.run import Watcher, run_experiment
 from spillover.lab.store import Results
 from spillover.lab.validity import Gates, few_samples, judge
-from support.fake_lab import FakeLoad, experiment, make_run
-from support.run_samples import sample
+from support.lab.fake_lab import FakeLoad, experiment, make_run
+from support.lab.run_samples import sample
 
 LOAD = {"dataset-name": "random", "num-prompts": 12, "random-input-len": 32, "random-output-len": 6}
 

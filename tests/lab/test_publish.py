@@ -21,8 +21,8 @@ from spillover.lab.report.html import render
 from spillover.lab.report.markdown import markdown
 from spillover.lab.report.pdf import PROGRAMS, browser, write_pdf
 from spillover.lab.report.site import publish
-from support.chromium import Chromium, find_chromium
-from support.made_up_results import write_results
+from support.lab.made_up_results import write_results
+from support.servers.chromium import Chromium, find_chromium
 
 pytest.importorskip("pyarrow")
 SVG = "{http://www.w3.org/2000/svg}"

@@ -21,7 +21,7 @@ from spillover.lab.run import run_experiment
 from spillover.lab.traffic import Measured, Progress
 from spillover.server.engine.protocol import LiveStats
 from spillover.server.telemetry.metrics import Metrics, TokenCounts
-from support.fake_lab import FakeLoad
+from support.lab.fake_lab import FakeLoad
 
 
 def page(report: RanksReport, steps: int) -> str:

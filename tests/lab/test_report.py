@@ -27,7 +27,7 @@ from spillover.lab.report.metric import metric, shown
 from spillover.lab.report.page_template import embedded
 from spillover.lab.report.tables import detailed_rows, gain_text, measured, summary_rows
 from spillover.lab.report.wording import counts, faults, warnings
-from support.made_up_results import ARMS, START, write_results
+from support.lab.made_up_results import ARMS, START, write_results
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("matplotlib")

@@ -14,8 +14,8 @@ import pytest
 from spillover.lab.report.data import read_report
 from spillover.lab.report.figures import Figure, Line, LineFigure, Panel, figures
 from spillover.lab.report.html import render
-from support.chromium import Chromium, find_chromium
-from support.made_up_results import write_results
+from support.lab.made_up_results import write_results
+from support.servers.chromium import Chromium, find_chromium
 
 pytest.importorskip("pyarrow")
 

@@ -25,7 +25,7 @@ from spillover.lab.run import run_experiment
 from spillover.lab.traffic import Measured, Progress
 from spillover.server.engine.protocol import LiveStats
 from spillover.server.telemetry.metrics import Metrics, TokenCounts
-from support.fake_lab import FakeEngine, FakeLoad
+from support.lab.fake_lab import FakeEngine, FakeLoad
 
 VLLM = """
 # TYPE vllm:spec_decode_num_drafts_total counter

@@ -14,8 +14,8 @@ from spillover.errors import SpilloverError
 from spillover.lab.analysis import analysis_of
 from spillover.lab.run import run_experiment
 from spillover.lab.validity import ArmSample, Fault, Gates, across, judge
-from support.fake_lab import FakeEngine, FakeLoad, experiment, make_run
-from support.run_samples import sample
+from support.lab.fake_lab import FakeEngine, FakeLoad, experiment, make_run
+from support.lab.run_samples import sample
 
 
 def edited(run: Run, index: int, **changes: Any) -> Run:

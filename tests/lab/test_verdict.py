@@ -32,7 +32,7 @@ from spillover.lab.verdict import (
     better,
     decide,
 )
-from support.fake_lab import FakeLoad, experiment
+from support.lab.fake_lab import FakeLoad, experiment
 
 RULE = Rule(CONFIDENCE, MINIMUM_BLOCKS, EQUIVALENCE)
 

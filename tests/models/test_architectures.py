@@ -12,8 +12,8 @@ from torch import Tensor
 
 from spillover.kernels import native
 from spillover.kernels.formats.mxfp4 import MXFP4, dequantize, quantize
-from support.hf_reference import VOCAB, all_architectures, config_dict, greedy, reference_logits, tiny_model
-from support.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
+from support.models.hf_reference import VOCAB, all_architectures, config_dict, greedy, reference_logits, tiny_model
+from support.models.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 
 
 @pytest.fixture(params=["native", "reference"])

@@ -20,9 +20,9 @@ from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.loader import _tensors as stored_tensors
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import part_nbytes
-from support.hf_reference import all_architectures, reference_logits, save_checkpoint, tiny_model
-from support.loading import dummy_weights, load_weights
-from support.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
+from support.models.hf_reference import all_architectures, reference_logits, save_checkpoint, tiny_model
+from support.models.loading import dummy_weights, load_weights
+from support.models.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 
 PROMPT = list(range(3, 40))
 

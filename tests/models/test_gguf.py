@@ -24,8 +24,8 @@ from spillover.models.checkpoint import open_checkpoint
 from spillover.models.gguf import gguf_file
 from spillover.models.gguf.gguf_config import _llama3_factors
 from spillover.models.hub import store
-from support.gguf_cases import CASES, FIELDS, SHAPE, random_model
-from support.gguf_writing import llama_arrays, llama_fields, write_gguf, write_like_llama_cpp
+from support.models.gguf_cases import CASES, FIELDS, SHAPE, random_model
+from support.models.gguf_writing import llama_arrays, llama_fields, write_gguf, write_like_llama_cpp
 
 
 @pytest.fixture(scope="session")

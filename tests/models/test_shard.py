@@ -15,8 +15,8 @@ from torch import Tensor
 from spillover.errors import SpilloverError
 from spillover.models.config import ModelConfig
 from spillover.models.sharding.shard import Shard, check_shard
-from support.hf_reference import VOCAB, all_architectures, greedy, reference_logits, tiny_model
-from support.paged_model import PagedModel, StateDict, assert_close, one_thread  # noqa: F401
+from support.models.hf_reference import VOCAB, all_architectures, greedy, reference_logits, tiny_model
+from support.models.paged_model import PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 from support.rank_threads import ShardedPagedModel
 
 SIZES = [(2, False), (4, False), (2, True)]

@@ -21,10 +21,10 @@ from spillover.models.registry import architecture
 from spillover.models.sharding.shard import Shard, shard_specs
 from spillover.models.sharding.shard_view import open_shard
 from spillover.models.weight_specs import in_codes
-from support.gguf_models import HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, mixed, write_tiled_llama
-from support.loading import load_weights
-from support.made_up_checkpoint import made_up
-from support.paged_model import CPU, PagedModel, one_thread  # noqa: F401
+from support.models.gguf_models import HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, mixed, write_tiled_llama
+from support.models.loading import load_weights
+from support.models.made_up_checkpoint import made_up
+from support.models.paged_model import CPU, PagedModel, one_thread  # noqa: F401
 from support.rank_threads import ShardedPagedModel
 
 PROMPT = [random.Random(1).randrange(192) for _ in range(21)]

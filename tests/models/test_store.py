@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from spillover.errors import SpilloverError
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.hub import store
-from support.gguf_writing import llama_arrays, llama_fields, write_gguf
+from support.models.gguf_writing import llama_arrays, llama_fields, write_gguf
 
 
 @pytest.fixture(autouse=True)

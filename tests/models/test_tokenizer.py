@@ -20,7 +20,7 @@ from spillover.errors import CheckpointError, RequestError
 from spillover.models.gguf.gguf_tokenizer import gguf_tokenizer
 from spillover.models.hub import store
 from spillover.models.tokenizer import load_tokenizer
-from support.gguf_writing import llama_arrays, llama_fields, write_gguf
+from support.models.gguf_writing import llama_arrays, llama_fields, write_gguf
 
 WRITTEN = [
     "", " ", "Hello, world!", "  12  345 six", "I'LL don't WE'RE it's", "naïve café e\u0301", "日本語テキスト 123456",

@@ -25,7 +25,7 @@ from spillover.plan.planner import Plan, PlanRequest, make_plan
 from spillover.plan.strategies import MOST_PASSES, Choice, Strategies, managed_page
 from spillover.plan.units import weight_units
 from spillover.units import parse_bytes
-from support.loading import dummy_weights
+from support.models.loading import dummy_weights
 from support.plan_shapes import CPU, GIB, GPT_OSS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS, TINY
 
 MB = 10**6

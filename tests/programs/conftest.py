@@ -10,8 +10,8 @@ import pytest
 from spillover import LLM
 from spillover.programs import backend_of
 from spillover.programs.recording import RecordingBackend
-from support.running_server import Server, running
-from support.text_model import write_text_model
+from support.models.text_model import write_text_model
+from support.servers.running_server import Server, running
 
 TEMPLATE = ("{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>{% endfor %}"
             "{% if add_generation_prompt %}[assistant]{% endif %}")

@@ -32,7 +32,7 @@ from spillover.programs import (
 from spillover.programs.backend import Backend, Lifetime, Message, ProgramCancelled
 from spillover.programs.prefix_gate import PrefixGate
 from spillover.programs.recording import RecordingBackend, findable
-from support.running_server import until
+from support.servers.running_server import until
 
 SYSTEM = "You answer in as few words as you can, and never with a lie. "
 LONG: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}

@@ -14,7 +14,7 @@ from spillover import LLM, SpilloverError
 from spillover.programs import ProgramError, State, assistant, backend_of, gen, program, select, system, user
 from spillover.programs.http_backend import HttpBackend
 from spillover.programs.recording import RecordingBackend, findable
-from support.running_server import Server, until
+from support.servers.running_server import Server, until
 
 SCHEMA = {"enum": ["small", "large"]}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.running_server import Server, running
+from support.servers.running_server import Server, running
 from support.valkey import valkey, valkey_program  # noqa: F401
 
 

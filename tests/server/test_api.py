@@ -15,7 +15,7 @@ from spillover.server.schemas.schemas_admin import ModelList, TokenizeResponse
 from spillover.server.schemas.schemas_chat import ChatResponse
 from spillover.server.schemas.schemas_completions import CompletionResponse
 from spillover.server.schemas.schemas_responses import ResponsesAnswer
-from support.running_server import Server
+from support.servers.running_server import Server
 
 TEXT = "The quick brown fox jumps over the lazy dog — naïve café, 東京!"
 

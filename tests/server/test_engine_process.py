@@ -25,7 +25,7 @@ from spillover.engine.output.output_processor import Answer
 from spillover.errors import EngineDead, QueueFull, RequestError, SpilloverError
 from spillover.server.engine import engine_keeper
 from spillover.server.engine.async_llm import AsyncLLM
-from support.hf_reference import VOCAB, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, save_checkpoint, tiny_model
 
 Result = TypeVar("Result")
 

@@ -17,8 +17,8 @@ from spillover import AsyncLLM
 from spillover.errors import SpilloverError
 from spillover.server.engine import heartbeat
 from spillover.server.engine.heartbeat import CALL, IDLE, IMPORTING, LOADING, STEP, HangLimits, Heartbeat, Pulse
-from support.hf_reference import save_checkpoint, tiny_model
-from support.running_server import Server, running, until
+from support.models.hf_reference import save_checkpoint, tiny_model
+from support.servers.running_server import Server, running, until
 
 COMPLETIONS = "/v1/completions"
 

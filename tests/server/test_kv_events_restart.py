@@ -12,7 +12,7 @@ from typing import Any
 
 from spillover import SamplingParams
 from spillover.server.engine.async_llm import AsyncLLM
-from support.kv_mirror import Subscriber
+from support.events.kv_mirror import Subscriber
 
 MODEL = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64,
          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,

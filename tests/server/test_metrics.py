@@ -28,8 +28,8 @@ from spillover.server.engine.protocol import LiveStats
 from spillover.server.settings import ServerSettings
 from spillover.server.telemetry.metrics import SOURCES, EngineTotals, Metrics, TokenCounts, WeightedHistogram
 from spillover.server.telemetry.recorder import KEPT_REQUESTS, RateHistory, Recorder
-from support.running_server import Server, running, until
-from support.stub_client import StubClient
+from support.servers.running_server import Server, running, until
+from support.servers.stub_client import StubClient
 
 # What dashboards made for vLLM ask for.
 VLLM_NAMES = """

@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from support.running_server import Server, until
+from support.servers.running_server import Server, until
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]

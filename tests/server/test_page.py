@@ -20,9 +20,9 @@ from spillover.memory.spill.report import TierReport
 from spillover.server.app import make_app
 from spillover.server.engine.protocol import TierUse
 from spillover.server.settings import ServerSettings
-from support.chromium import Chromium, find_chromium
-from support.running_server import Server
-from support.stub_client import StubClient
+from support.servers.chromium import Chromium, find_chromium
+from support.servers.running_server import Server
+from support.servers.stub_client import StubClient
 
 # The contrast of every visible text with what lies behind it, worst first.
 LONG = 900  # tokens: some seconds, while the page looks once a second

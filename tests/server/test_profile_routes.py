@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from spillover.cli.main import main
 from spillover.engine.profiling.profile_session import ProfileSession
 from spillover.errors import SpilloverError
-from support.running_server import Server, running
+from support.servers.running_server import Server, running
 
 
 def bench(server: Server, *words: str) -> tuple[int, str]:

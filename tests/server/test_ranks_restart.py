@@ -11,7 +11,7 @@ import pytest
 
 from spillover import AsyncLLM, SamplingParams
 from spillover.server.engine.engine_keeper import EngineDead
-from support.hf_reference import greedy, save_checkpoint, tiny_model
+from support.models.hf_reference import greedy, save_checkpoint, tiny_model
 
 DEADLINE = 120.0  # for an engine to be ready again
 TOLD_SECONDS = 5.0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spillover.server.api.answers.response_store import ResponseStore
 from spillover.server.schemas.schemas_chat import ChatMessage
 from spillover.server.schemas.schemas_responses import ResponsesAnswer
-from support.running_server import Server
+from support.servers.running_server import Server
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}},
                         "required": ["city"], "additionalProperties": False}

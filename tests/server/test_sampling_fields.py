@@ -8,7 +8,7 @@ import pytest
 
 from spillover.server.api.requests.sampling import Context, sampling_params
 from spillover.server.schemas.schemas_completions import CompletionRequest
-from support.running_server import Server
+from support.servers.running_server import Server
 
 
 def test_a_field_that_was_sent_wins_over_the_models_default() -> None:

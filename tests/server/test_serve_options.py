@@ -23,7 +23,7 @@ from spillover.errors import CheckpointError, SpilloverError
 from spillover.models.hub.store import resolve
 from spillover.models.literal_text import LiteralText
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
-from support.running_server import Server, running, until
+from support.servers.running_server import Server, running, until
 
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content | trim }}<|im_end|>{% endfor %}"
 

@@ -10,9 +10,9 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.hf_reference import VOCAB, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, save_checkpoint, tiny_model
 from support.pool_process import PoolProcess
-from support.running_server import SPILL, Server, running, until
+from support.servers.running_server import SPILL, Server, running, until
 from support.valkey import Valkey
 
 POOL = 24  # blocks of 16 tokens, of which each conversation below takes 8

@@ -1,4 +1,4 @@
-"""What tests share: models, stores, servers and engines to try things on. Tests lie beside this folder, none in it."""
+"""What tests share: engines and tiers here; models, kernels, servers, the lab and KV events below. No test lies here."""
 
 from pathlib import Path
 

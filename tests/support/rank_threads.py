@@ -13,7 +13,7 @@ from torch import Tensor
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.sharding.ranks import sum_in_order
 from spillover.models.sharding.shard import Shard
-from support.paged_model import PagedModel
+from support.models.paged_model import PagedModel
 
 Made = TypeVar("Made")
 DEADLINE = 30.0

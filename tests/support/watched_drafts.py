@@ -9,7 +9,7 @@ from typing import Any
 
 from spillover.engine.loop import LaunchedStep
 from spillover.engine.step import DraftItem, Step
-from support.eagle_heads import ReferenceHead
+from support.models.eagle_heads import ReferenceHead
 
 Tokens = tuple[int, ...]
 

@@ -19,7 +19,7 @@ from spillover.models.architectures import llama
 from spillover.training.answers import Answers
 from spillover.training.student import Student
 from spillover.training.train import Trained, TrainOptions, train
-from support.text_model import write_text_model
+from support.models.text_model import write_text_model
 
 OPTIONS = TrainOptions(layers=1, draft_vocab=200, steps=40, batch_tokens=512, learning_rate=3e-3, answers=40,
                        prompt_tokens=24, answer_tokens=24, device="cpu")

@@ -18,8 +18,8 @@ from spillover.training import train_head
 from spillover.training.head_student import HeadStudent
 from spillover.training.teacher import Teacher
 from spillover.training.train import Trained, TrainOptions, train
-from support.eagle_heads import ReferenceHead, predictable
-from support.text_model import write_text_model
+from support.models.eagle_heads import ReferenceHead, predictable
+from support.models.text_model import write_text_model
 
 OPTIONS = TrainOptions(method="eagle3", draft_vocab=200, steps=24, batch_tokens=512, learning_rate=3e-3, answers=40,
                        prompt_tokens=24, answer_tokens=24, device="cpu")

@@ -11,7 +11,7 @@ from spillover.bench.workloads import workloads_synthetic as synthetic
 from spillover.bench.workloads.workload_stats import Shape
 from spillover.bench.workloads.workloads import Vocabulary
 from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload
-from support.hf_reference import VOCAB, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, save_checkpoint, tiny_model
 
 WORKLOADS = {
     "generated-shared-prefix": synthetic.generated_shared_prefix_shapes(3, 3, 40, 20, 4, 0.5, seed=1),

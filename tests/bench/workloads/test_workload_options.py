@@ -10,7 +10,7 @@ from spillover.bench.serving.served_model import ServedModel
 from spillover.bench.workloads.make_workload import make_workload
 from spillover.bench.workloads.workload_options import DATASETS, FILES, WorkloadOptions
 from spillover.errors import SpilloverError
-from support.word_tokenizer import WordTokenizer
+from support.models.word_tokenizer import WordTokenizer
 
 SERVED = ServedModel("m", 8192, WordTokenizer())
 

@@ -15,7 +15,7 @@ from spillover.bench.workloads.workload_text import as_text
 from spillover.bench.workloads.workloads import WARMUP
 from spillover.bench.workloads.workloads_recorded import RecordedWorkload, custom, sharegpt
 from spillover.errors import SpilloverError
-from support.word_tokenizer import BEGIN, USER, WordTokenizer
+from support.models.word_tokenizer import BEGIN, USER, WordTokenizer
 
 
 def write_talks(folder: Path, talks: list[list[int]]) -> str:

@@ -22,8 +22,8 @@ from spillover.errors import SpilloverError
 from spillover.memory.kv.digest import prefix_keys, root_digest
 from spillover.memory.kv.event_wire import block_hash
 from spillover.memory.kv.kv_cache import KVCache
-from support.event_worlds import PLACES, options_of, requests, truth
-from support.kv_mirror import BlockStored, KVEventBatch, LesserBlockStored, Mirror
+from support.events.event_worlds import PLACES, options_of, requests, truth
+from support.events.kv_mirror import BlockStored, KVEventBatch, LesserBlockStored, Mirror
 from support.tiered_world import SIZE, World, prompt
 
 

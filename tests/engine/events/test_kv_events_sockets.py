@@ -16,8 +16,8 @@ from spillover.engine.events.journal import Journal
 from spillover.engine.events.log import KVEventLog, Stored
 from spillover.engine.events.publisher import EventPublisher, start_events
 from spillover.memory.kv.kv_cache import KVCache
-from support.event_worlds import options_of, requests, truth
-from support.kv_mirror import Subscriber
+from support.events.event_worlds import options_of, requests, truth
+from support.events.kv_mirror import Subscriber
 from support.tiered_world import SIZE, World, prompt
 
 

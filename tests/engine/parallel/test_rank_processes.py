@@ -21,7 +21,7 @@ from spillover.engine.parallel.parallel_runner import ParallelRunner
 from spillover.engine.parallel.rank_processes import RankProcesses
 from spillover.engine.step import Step
 from spillover.errors import SpilloverError
-from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 256,
                            "num_gpu_blocks_override": 200}

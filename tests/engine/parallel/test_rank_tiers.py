@@ -18,7 +18,7 @@ from spillover.memory.transfer.host_pool import HostPool
 from spillover.memory.transfer.link_cpu import CpuLink
 from spillover.memory.transfer.link_ranks import RankPool, RanksLink
 from spillover.models.sharding.shard import Shard
-from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 from support.thread_engine import threads_for_ranks
 
 OPTIONS = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 96, "num_gpu_blocks_override": 24,

@@ -21,10 +21,10 @@ from spillover.engine.requests.request import Request
 from spillover.kernels import native
 from spillover.kernels.formats.gguf_codes import GgufCodes
 from support import starved
-from support.gguf_models import write_tiled_mixture
-from support.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
-from support.made_up_checkpoint import made_up
 from support.mixed_requests import facts, params_of, prompts_of
+from support.models.gguf_models import write_tiled_mixture
+from support.models.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
+from support.models.made_up_checkpoint import made_up
 from support.thread_engine import thread_llm, threads_for_ranks
 
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")

@@ -16,8 +16,8 @@ from spillover.engine.output.outputs import DraftCounts
 from spillover.engine.speculation.draft_model import DraftModel
 from spillover.errors import SpilloverError
 from support.mixed_requests import COUNT, facts, params_of, prompts_of
-from support.text_model import write_text_model
-from support.tiny_configs import WINDOWED
+from support.models.text_model import write_text_model
+from support.models.tiny_configs import WINDOWED
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from spillover import LLM, SamplingParams
 from spillover.engine.output.outputs import DraftCounts
 from spillover.errors import SpilloverError
-from support.eagle_heads import ReferenceHead, head_config, head_tensors, predictable, write_head
-from support.hf_reference import save_checkpoint, tiny_model
 from support.mixed_requests import COUNT, facts, params_of, prompts_of
-from support.text_model import write_text_model
+from support.models.eagle_heads import ReferenceHead, head_config, head_tensors, predictable, write_head
+from support.models.hf_reference import save_checkpoint, tiny_model
+from support.models.text_model import write_text_model
 from support.watched_drafts import WatchedDrafts
 
 

@@ -15,7 +15,7 @@ from spillover.engine.speculation.runner_drafter import RunnerDrafter, SharedBlo
 from spillover.engine.speculation.speculator import AdaptiveSpeculator
 from spillover.engine.weights.placed import FixedWeights
 from spillover.kernels.formats.base import Linear, Weight
-from support.text_model import write_text_model
+from support.models.text_model import write_text_model
 
 TOKENS = 5
 

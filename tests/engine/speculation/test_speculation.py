@@ -19,8 +19,8 @@ from spillover.engine.speculation.drafter import Draft, Drafter
 from spillover.engine.speculation.speculator import AdaptiveSpeculator
 from spillover.errors import SpilloverError
 from support.mixed_requests import COUNT, facts, params_of, prompts_of
-from support.text_model import write_text_model
-from support.tiny_configs import WINDOWED
+from support.models.text_model import write_text_model
+from support.models.tiny_configs import WINDOWED
 
 MIXTURE = {
     "architectures": ["MixtralForCausalLM"], "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,

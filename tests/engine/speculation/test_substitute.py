@@ -13,7 +13,7 @@ from spillover import LLM, SamplingParams
 from spillover.engine.cpu.cpu_runner import CpuRunner
 from spillover.engine.output.outputs import RequestOutput
 from spillover.errors import SpilloverError
-from support.text_model import write_text_model
+from support.models.text_model import write_text_model
 
 COUNT = 16
 # Layers pass through an arena that stands for the device; of its blocks there are few.

@@ -12,7 +12,7 @@ from spillover import LLM, SamplingParams
 from spillover.engine.output.outputs import DraftCounts, RequestOutput
 from spillover.engine.speculation.suffix import SuffixDrafter
 from spillover.memory.tiers.folder import TOKENS
-from support.text_model import write_text_model
+from support.models.text_model import write_text_model
 
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True)
 

@@ -19,7 +19,7 @@ from spillover.engine.requests.request import Request
 from spillover.engine.speculation.draft_model import DraftModel
 from spillover.engine.speculation.translation import TranslatedVocabulary
 from spillover.models.tokenizer import Tokenizer
-from support.text_model import TEXT, write_text_model
+from support.models.text_model import TEXT, write_text_model
 
 WORDS = (*TEXT.split(), "naïve", "café", "日本語", "🙂", "Привет", "x=1;", "\n\n", "foo_bar", "(a)", "don't")
 

@@ -18,7 +18,7 @@ from spillover.engine.requests.sampling_params import StructuredOutputs
 from spillover.engine.structured import grammar_process, structured
 from spillover.engine.structured.structured import Grammar, GrammarCompiler, GrammarLimits
 from spillover.errors import GrammarRefused
-from support.grammars import allowed, byte_level, walk
+from support.models.grammars import allowed, byte_level, walk
 
 SECONDS = 0.5
 

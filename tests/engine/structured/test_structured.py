@@ -16,7 +16,7 @@ from spillover.engine.structured.grammar_source import MAX_SCHEMA_DEPTH
 from spillover.engine.structured.structured import Grammar, GrammarCompiler
 from spillover.errors import RequestError
 from spillover.models.tokenizer import Tokenizer
-from support.grammars import allowed, byte_level, model_mask, walk
+from support.models.grammars import allowed, byte_level, model_mask, walk
 
 
 @cache

@@ -15,7 +15,7 @@ from spillover.errors import SpilloverError
 from spillover.memory.shared_pool import tier
 from spillover.memory.spill import spiller
 from spillover.memory.spill.report import TierReport
-from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 from support.pool_process import PoolProcess, mapped_pools
 
 BLOCK = 8

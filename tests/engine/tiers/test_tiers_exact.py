@@ -16,7 +16,7 @@ from spillover.engine.requests.request import Request, Status
 from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.tiers.base import Tier
 from support.faulty_tier import FaultRates, FaultyTier
-from support.hf_reference import VOCAB, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, save_checkpoint, tiny_model
 from support.pool_process import PoolProcess
 
 BLOCK = 8

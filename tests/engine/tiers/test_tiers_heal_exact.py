@@ -16,7 +16,7 @@ import pytest
 from spillover import LLM, SamplingParams
 from spillover.memory.spill import spiller
 from spillover.memory.tiers.disk import DiskTier
-from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 from support.valkey import Valkey
 
 PROMPTS = 8

@@ -17,7 +17,7 @@ import pytest
 from spillover import LLM, SamplingParams
 from spillover.memory.tiers.inspect import find_caches, verify
 from spillover.memory.tiers.record import EMPTY_HEADER
-from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
+from support.models.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 from support.valkey import Valkey
 
 BLOCK = 8

@@ -28,7 +28,7 @@ from spillover.memory.policies.experts import LRUQuota
 from spillover.models.registry import architecture
 from spillover.models.weights import one_expert_of, split_experts
 from support import starved
-from support.loading import dummy_weights
+from support.models.loading import dummy_weights
 
 PAGED_TOKENS = 2
 UNIT = 2.0**-24  # the most that one rounding of float32 changes a number by, relative to it

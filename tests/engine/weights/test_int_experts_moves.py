@@ -15,10 +15,11 @@ from transformers import Qwen3MoeConfig
 from spillover.kernels.formats.batch_invariant import BatchInvariant
 from spillover.kernels.formats.gguf_experts import GgufExperts
 from spillover.kernels.formats.int_experts import IntExperts
-from support import hf_reference, starved
-from support.coded_weights import KINDS
-from support.gguf_models import VOCAB, write_tiled_mixture
-from support.quantized_files import gptq_tensors, quantized_model, rounded
+from support import starved
+from support.models import hf_reference
+from support.models.coded_weights import KINDS
+from support.models.gguf_models import VOCAB, write_tiled_mixture
+from support.models.quantized_files import gptq_tensors, quantized_model, rounded
 
 STRATEGIES = ["sequential", "experts", "host-experts"]
 PROMPTS = [[(11 * i + 7 * j) % VOCAB for j in range(4 + 9 * i)] for i in range(3)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from spillover.kernels import native
 from spillover.kernels.attention import attention, attention_reference, store_kv, store_kv_reference
 from spillover.kernels.batch import AttentionBatch
-from support.sequences import Sequences, sequences
+from support.kernels.sequences import Sequences, sequences
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 def dense(s: Sequences, request: int, window: int | None, sinks: Tensor | None) -> Tensor:

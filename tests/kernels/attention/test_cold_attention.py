@@ -16,7 +16,7 @@ from spillover.kernels import native
 from spillover.kernels.attention import attention, cold_attention_reference, store_kv
 from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.extents import split_blocks
-from support.sequences import Sequences, sequences
+from support.kernels.sequences import Sequences, sequences
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 

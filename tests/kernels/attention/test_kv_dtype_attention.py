@@ -13,7 +13,7 @@ from torch import Tensor
 from spillover.kernels import native
 from spillover.kernels.attention import attention, attention_reference, store_kv, store_kv_reference
 from spillover.kernels.kv_quant import decode_blocks
-from support.sequences import sequences
+from support.kernels.sequences import sequences
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 kinds = st.sampled_from(["fp8", "int8"])

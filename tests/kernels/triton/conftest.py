@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import quick_interpreter
+from support.kernels import quick_interpreter
 
 FOLDER = Path(__file__).parent
 quick_interpreter.install()

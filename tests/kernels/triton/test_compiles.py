@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-KERNELS = Path(__file__).parents[2] / "support" / "compile_kernels.py"
+KERNELS = Path(__file__).parents[2] / "support/kernels/compile_kernels.py"
 SHARED = 227 << 10  # bytes that a block of threads may have
 FEW_BYTES = 256  # spilled per thread: sums of chunks, which are touched once a chunk
 

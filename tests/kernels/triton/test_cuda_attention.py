@@ -18,8 +18,8 @@ from spillover.kernels.cuda import attention as cuda
 from spillover.kernels.cuda.driver.compiled import CudaError
 from spillover.kernels.triton.attention import ordered_decode, ordered_prefill
 from spillover.kernels.triton.attention import ordered_splits as splits
-from support.emulated_cuda import EmulatedModule
-from support.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, error
+from support.kernels.emulated_cuda import EmulatedModule
+from support.kernels.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, error
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 

@@ -22,7 +22,7 @@ from spillover.kernels.formats.coded_cuda import CodedCuda
 from spillover.kernels.formats.grouped_int import GroupedInt
 from spillover.kernels.linear import linear
 from spillover.models.weight_specs import Source, WeightSpec, kept_on, prepare_products
-from support.coded_kernels import DEVICE, coded_kernels
+from support.kernels.coded_kernels import DEVICE, coded_kernels
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -27,7 +27,7 @@ from spillover.kernels.formats.fp8_cuda import Fp8Cuda
 from spillover.kernels.formats.fp8_rows import Fp8Rows
 from spillover.kernels.linear import linear
 from spillover.models.weight_specs import Source, WeightSpec, kept_on
-from support.emulated_cuda import EmulatedModule, described
+from support.kernels.emulated_cuda import EmulatedModule, described
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

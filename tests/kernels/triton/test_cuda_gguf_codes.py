@@ -21,8 +21,8 @@ from spillover.kernels.formats.coded_cuda import GgufCuda, tile_form
 from spillover.kernels.formats.gguf_codes import FORMS, Codes
 from spillover.kernels.linear import embedding, linear
 from spillover.models.gguf.gguf_codes import codes_of
-from support.coded_kernels import DEVICE, coded_kernels
-from support.coded_weights import KINDS, stored
+from support.kernels.coded_kernels import DEVICE, coded_kernels
+from support.models.coded_weights import KINDS, stored
 
 COLUMNS = 768  # two chunks, the second of them not full; whole blocks of 256
 

@@ -24,8 +24,8 @@ from spillover.kernels.moe.moe import mixture_reference
 pytest.importorskip("triton")
 from spillover.kernels.triton.moe import moe
 from spillover.kernels.triton.moe.paged_moe import PassedMixture
-from support.emulated_cuda import EmulatedModule
-from support.mixtures import DEVICE, assert_near, case
+from support.kernels.emulated_cuda import EmulatedModule
+from support.kernels.mixtures import DEVICE, assert_near, case
 
 EXPERTS, K = 4, 2
 SHAPES = [  # form, hidden, inner, clamped: sums of several chunks, the last of them not full

@@ -15,7 +15,7 @@ from spillover.kernels.triton.attention import decode_few
 from spillover.kernels.triton.attention.attention import attention, make_work
 from spillover.kernels.triton.norm import add_rms_norm
 from spillover.kernels.triton.rope_store import norm_rope_store
-from support.paged_attention import DEVICE, DTYPES, Case
+from support.kernels.paged_attention import DEVICE, DTYPES, Case
 
 EPS = 1e-6
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from spillover.kernels.batch import DecodeScratch, DeviceWork
 from spillover.kernels.triton.attention import ordered_splits as splits
 from spillover.kernels.triton.attention.attention import make_work
-from support.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, error
+from support.kernels.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, error
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

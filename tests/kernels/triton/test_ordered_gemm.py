@@ -19,7 +19,7 @@ from spillover.kernels.cuda.driver import compiled
 from spillover.kernels.cuda.driver.tensor_map import CAPABILITY
 from spillover.kernels.cuda.ordered_gemm import CUTS, LARGE, Cut
 from spillover.kernels.extents import product_chunks
-from support.emulated_cuda import EmulatedModule, described
+from support.kernels.emulated_cuda import EmulatedModule, described
 
 CUDA = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
 # A cut, and rows, channels, inner: the last tile, the last step and the last chunk are not full, or there is none.

@@ -19,7 +19,7 @@ from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.page_table import PageTable
 from spillover.kernels.moe.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
-from support.mixtures import DEVICE, assert_near, case
+from support.kernels.mixtures import DEVICE, assert_near, case
 
 pytest.importorskip("triton")
 from spillover.kernels.triton.moe import moe

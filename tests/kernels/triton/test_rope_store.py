@@ -12,7 +12,7 @@ from spillover.kernels.norm import rms_norm_reference
 from spillover.kernels.rope import rope_reference
 from spillover.kernels.triton import rope_store
 from spillover.kernels.triton.rope_store import norm_rope_store
-from support.paged_attention import DEVICE, Case
+from support.kernels.paged_attention import DEVICE, Case
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from spillover.kernels.triton.moe import moe as device
 from spillover.kernels.triton.moe import moe_routing as routing
 from spillover.kernels.triton.moe import moe_widen as widening
-from support.mixtures import DEVICE, assert_near, case
+from support.kernels.mixtures import DEVICE, assert_near, case
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter truncates where the device rounds
 

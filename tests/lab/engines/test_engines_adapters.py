@@ -22,7 +22,7 @@ from spillover.lab.engines.llamacpp import LlamaCppEngine
 from spillover.lab.engines.metrics_text import counters_from, label_of, labels_of, parse_metrics, total
 from spillover.lab.engines.needs import needs_of
 from spillover.lab.engines.vllm import VllmEngine
-from support.stub_environment import stub_python
+from support.servers.stub_environment import stub_python
 
 # As vLLM 0.32 wrote it on a CPU after two requests of the same 300 tokens, less most lines and labels.
 VLLM_PAGE = """\

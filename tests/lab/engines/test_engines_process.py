@@ -22,7 +22,7 @@ from spillover.lab.engines.flags import FlagStyle, to_flags
 from spillover.lab.engines.owned import OwnedEngine
 from spillover.lab.engines.process import oom_kills, why_it_ended
 from support import TESTS
-from support.stub_environment import STUB
+from support.servers.stub_environment import STUB
 
 
 class StubEngine(OwnedEngine):

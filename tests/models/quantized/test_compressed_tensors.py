@@ -23,10 +23,10 @@ from spillover.kernels.formats.nvfp4 import Nvfp4
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import kept_on
-from support.hf_reference import greedy, reference_logits
-from support.loading import integers
-from support.paged_model import PagedModel, StateDict, assert_close, one_thread  # noqa: F401
-from support.quantized_files import Write, greedy_tokens, quantized_model, rounded
+from support.models.hf_reference import greedy, reference_logits
+from support.models.loading import integers
+from support.models.paged_model import PagedModel, StateDict, assert_close, one_thread  # noqa: F401
+from support.models.quantized_files import Write, greedy_tokens, quantized_model, rounded
 
 pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors package, which `make` installs")
 

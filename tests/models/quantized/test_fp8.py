@@ -16,9 +16,9 @@ from spillover.kernels.formats import fp8_block as fp8
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import part_nbytes
-from support.hf_reference import config_dict, reference_logits, tiny_model
-from support.loading import dummy_weights, load_weights
-from support.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
+from support.models.hf_reference import config_dict, reference_logits, tiny_model
+from support.models.loading import dummy_weights, load_weights
+from support.models.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 
 PROMPT = list(range(3, 40))
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

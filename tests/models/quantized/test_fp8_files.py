@@ -23,9 +23,9 @@ from spillover.kernels.formats.nvfp4 import Nvfp4
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import kept_on
-from support.hf_reference import greedy, reference_logits
-from support.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
-from support.quantized_files import Write, greedy_tokens, quantized_model
+from support.models.hf_reference import greedy, reference_logits
+from support.models.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
+from support.models.quantized_files import Write, greedy_tokens, quantized_model
 
 PROMPT = list(range(3, 40))
 FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None,

@@ -25,12 +25,12 @@ from spillover.models.checkpoint import open_checkpoint
 from spillover.models.loader import PartReader
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import WeightSpecs, dequantized_experts, in_codes, kept_on, part_nbytes
-from support.coded_weights import KINDS, stored
-from support.gguf_cases import CASES, FIELDS, SHAPE, random_model
-from support.gguf_models import mixed, write_tiled_llama, write_tiled_mixture
-from support.gguf_writing import write_like_llama_cpp
-from support.k_quants import quantize_more, write_q4_k_m
-from support.loading import load_weights
+from support.models.coded_weights import KINDS, stored
+from support.models.gguf_cases import CASES, FIELDS, SHAPE, random_model
+from support.models.gguf_models import mixed, write_tiled_llama, write_tiled_mixture
+from support.models.gguf_writing import write_like_llama_cpp
+from support.models.k_quants import quantize_more, write_q4_k_m
+from support.models.loading import load_weights
 from support.plan_shapes import GPU
 
 DENSE = ["llama", "llama with biases, tied", "qwen2", "qwen3"]

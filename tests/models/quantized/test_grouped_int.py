@@ -22,10 +22,10 @@ from spillover.models.checkpoint import open_checkpoint, read_config
 from spillover.models.loader import PartReader
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import WeightSpecs, is_expert, kept_on, part_nbytes
-from support.hf_reference import greedy, reference_logits
-from support.loading import dummy_weights, integers, load_weights
-from support.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
-from support.quantized_files import (
+from support.models.hf_reference import greedy, reference_logits
+from support.models.loading import dummy_weights, integers, load_weights
+from support.models.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
+from support.models.quantized_files import (
     Write,
     awq_tensors,
     gptq_tensors,

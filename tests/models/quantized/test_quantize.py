@@ -29,9 +29,9 @@ from spillover.models.quantize.view import open_quantized
 from spillover.models.registry import read_architecture
 from spillover.models.tokenizer import load_tokenizer
 from support import starved
-from support.gguf_cases import CASES, FIELDS, random_model
-from support.gguf_writing import write_like_llama_cpp
-from support.paged_model import CPU, PagedModel, one_thread
+from support.models.gguf_cases import CASES, FIELDS, random_model
+from support.models.gguf_writing import write_like_llama_cpp
+from support.models.paged_model import CPU, PagedModel, one_thread
 
 __all__ = ["one_thread"]
 KINDS = ("int4", "int8", "fp8")

@@ -24,8 +24,8 @@ from spillover.server.api.requests.json_scan import MAX_DEPTH, VALUES_PER_CONTAI
 from spillover.server.app import make_app
 from spillover.server.front import INLINE_BYTES, LARGE_BYTES, prepare
 from spillover.server.settings import ServerSettings
-from support.running_server import Server, until
-from support.stub_client import StubClient
+from support.servers.running_server import Server, until
+from support.servers.stub_client import StubClient
 
 SMALL = {"prompt": "a", "max_tokens": 1}
 ADMIN = {"Authorization": "Bearer admin"}

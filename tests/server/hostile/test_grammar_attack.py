@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from support.running_server import running
+from support.servers.running_server import running
 
 BOMBS: list[dict[str, Any]] = [
     *({"json": {"type": "integer", "multipleOf": 4_999_999 - 2 * i}} for i in range(6)),

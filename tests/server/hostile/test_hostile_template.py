@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support.running_server import running
+from support.servers.running_server import running
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 TEMPLATE = "{% if messages[0].content == 'go' %}" + LOOP + "{% endif %}{{ messages[0].content }}"

@@ -7,7 +7,7 @@ import itertools
 import httpx
 import pytest
 
-from support.running_server import Server
+from support.servers.running_server import Server
 
 SMALL = {"prompt": "a", "max_tokens": 1}
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/sleep", "/wake_up",

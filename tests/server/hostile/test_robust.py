@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from support.running_server import SPILL, Server, running, until
+from support.servers.running_server import SPILL, Server, running, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

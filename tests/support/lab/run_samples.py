@@ -6,7 +6,7 @@ from typing import Any
 
 from spillover.bench.records import Run
 from spillover.lab.validity import Sample
-from support.fake_lab import make_run
+from support.lab.fake_lab import make_run
 
 METRICS = ("output_throughput", "median_ttft_ms")
 

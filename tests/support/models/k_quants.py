@@ -1,5 +1,5 @@
 """Quantisers for GGUF's types that the gguf package only dequantises, by plain rounding, and a file in llama.cpp's
-Q4_K_M made of another: `PYTHONPATH=tests python -m support.k_quants IN.gguf OUT.gguf`."""
+Q4_K_M made of another: `PYTHONPATH=tests python -m support.models.k_quants IN.gguf OUT.gguf`."""
 
 from __future__ import annotations
 

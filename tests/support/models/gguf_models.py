@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from support.gguf_writing import Arrays, llama_fields, write_gguf
-from support.k_quants import quantize_more
+from support.models.gguf_writing import Arrays, llama_fields, write_gguf
+from support.models.k_quants import quantize_more
 
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB, LAYERS = 256, 512, 4, 2, 96, 2
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from support.hf_reference import config_dict, tiny_model
-from support.paged_model import PagedModel
+from support.models.hf_reference import config_dict, tiny_model
+from support.models.paged_model import PagedModel
 
 SPLIT = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 Write = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]  # module, weight -> tensors, what they say it is

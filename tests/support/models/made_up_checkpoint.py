@@ -11,7 +11,7 @@ from torch import Tensor
 from spillover.kernels.fields import FLOATING, Field
 from spillover.models.loader import _stored, _tensors
 from spillover.models.registry import architecture
-from support.paged_model import StateDict
+from support.models.paged_model import StateDict
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,

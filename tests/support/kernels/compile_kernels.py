@@ -1,6 +1,6 @@
 """Compiles Triton kernels for an H200 without one, and prints what ptxas says of each as JSON.
 
-    python tests/support/compile_kernels.py
+    python tests/support/kernels/compile_kernels.py
 
 A process of its own, as Triton's interpreter cannot be turned off again.
 """

@@ -11,7 +11,7 @@ import torch
 
 from spillover.kernels.cuda import coded_linear as cuda
 from spillover.kernels.cuda.coded_linear import Form
-from support.emulated_cuda import EmulatedModule, described
+from support.kernels.emulated_cuda import EmulatedModule, described
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -11,7 +11,7 @@ from spillover.memory.kv.event_wire import block_hash
 from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.disks import Disks
-from support.kv_mirror import Holdings
+from support.events.kv_mirror import Holdings
 from support.simulated_tiers import DictTier
 from support.tiered_world import World, prompt
 

@@ -20,7 +20,7 @@ from spillover.models.registry import architecture
 from spillover.models.sharding.ranks import ONE_RANK, Ranks
 from spillover.models.sharding.shard import Shard, shard_specs
 from spillover.models.sharding.shard_view import open_shard
-from support.loading import load_weights
+from support.models.loading import load_weights
 
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from spillover.kernels.formats.grouped_int import GroupedInt
 from spillover.kernels.formats.int_experts import IntExperts
 from spillover.kernels.moe.experts import Experts
 from spillover.models.gguf.gguf_codes import codes_of
-from support.k_quants import quantize_more
+from support.models.k_quants import quantize_more
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,0 +1,1 @@
+"""KV events: engines that publish them, and a mirror that follows."""

@@ -1,0 +1,1 @@
+"""Kernels on a machine that cannot run them: emulated, interpreted or only compiled; and what they are tried on."""

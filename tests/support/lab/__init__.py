@@ -1,0 +1,1 @@
+"""Experiments without engines: pretended runs and made-up results."""
