@@ -1,4 +1,4 @@
-"""What tests share: engines and tiers here; models, kernels, servers, the lab and KV events below. No test lies here."""
+"""What tests share: engines and tiers here; models, kernels, servers, the lab and KV events below."""
 
 from pathlib import Path
 
