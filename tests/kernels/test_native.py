@@ -159,8 +159,20 @@ def test_a_killed_build_is_swept_by_the_next_and_an_interrupted_one_leaves_nothi
         assert len(list(tmp_path.glob("*.started"))) <= 1 + cores  # the one that is done, and those that were running
 
 
+def test_the_source_that_takes_longest_is_begun_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begun last, it would be compiled alone, while a bar that counts sources says that it is nearly done."""
+    monkeypatch.setattr(build, "_cores", lambda: 1)
+    begun = tmp_path / "begun"
+    command = ["/bin/sh", "-c", f'echo "$2" >> {begun}', "compiler"]
+    objects = build._compile(command, build.SOURCES, tmp_path, lambda done, total: None)
+    order = [Path(line).stem for line in begun.read_text().split()]
+    assert order[0] == "host_experts"
+    assert sorted(order) == sorted(source.stem for source in build.SOURCES)
+    assert [Path(made).stem for made in objects] == [source.stem for source in build.SOURCES]
+
+
 def slow_compiler(folder: Path) -> Path:
-    """One that compiles its first source at once, and takes a minute for each of the others."""
+    """One that compiles the source that is begun first at once, and takes a minute for each of the others."""
     program = folder / "slow"
     program.write_text(f"""#!/bin/sh
 while [ $# -gt 0 ]; do
@@ -172,7 +184,7 @@ while [ $# -gt 0 ]; do
 done
 [ -n "$source" ] || exit 0
 touch {folder}/"$source".started
-[ "$source" = activation.cpp ] || exec sleep 60
+[ "$source" = host_experts.cpp ] || exec sleep 60
 touch "$out"
 """)
     program.chmod(0o755)
