@@ -188,9 +188,8 @@ class SharedPoolTier(ServedTier):
         with self._connections.use(deadline) as (connection, memory):
             places = connection.ask(wire.Take(keys), wire.Places, deadline).places
             written = [(place, index) for index, place in enumerate(places) if place >= 0]
-            views = self._each_slab(memory, written, copy)
-            published = iter(connection.ask(wire.Publish([place for place, _ in written],
-                                                         [checksum(view) for view in views]),
+            checksums = self._copy_and_sum(memory, written, copy)
+            published = iter(connection.ask(wire.Publish([place for place, _ in written], checksums),
                                             wire.Found, deadline).there if written else ())
             self._written.append(len(written))
             return [next(published) if place >= 0 else place == THERE for place in places]
@@ -201,29 +200,33 @@ class SharedPoolTier(ServedTier):
             pinned = connection.ask(wire.Pin(keys), wire.Pinned, deadline).blocks
             found = [(block[0], index) for index, block in enumerate(pinned) if block is not None]
             results: list[bool | Exception] = [False] * len(keys)
-            for (_, index), view in zip(found, self._each_slab(memory, found, copy), strict=True):
-                # After the copy: had the slot changed before or meanwhile, it would show now.
+            for (_, index), summed in zip(found, self._copy_and_sum(memory, found, copy), strict=True):
                 block = pinned[index]
                 assert block is not None
-                results[index] = checksum(view) == block[1] or CorruptRecordError("wrong checksum")
+                results[index] = summed == block[1] or CorruptRecordError("wrong checksum")
             damaged = [key for key, result in zip(keys, results, strict=True) if isinstance(result, Exception)]
             with suppress(PoolUnavailableError):  # the blocks are here all the same
                 if found:
                     connection.ask(wire.Release([place for place, _ in found], damaged), wire.Count, deadline)
             return results
 
-    def _each_slab(self, memory: PoolMemory, items: Sequence[tuple[int, int]], copy: _Copy) -> list[memoryview]:
-        """Call `copy` for the items (place, index) of each slab: a slab is what can be pinned. Return their views."""
+    def _copy_and_sum(self, memory: PoolMemory, items: Sequence[tuple[int, int]], copy: _Copy) -> list[int]:
+        """Call `copy` for the items (place, index) of each slab, as a slab is what can be pinned; return the items'
+        checksums, which are computed after the copy: had a slot changed before or meanwhile, it would show."""
         views = [memory.view(place, self.payload_bytes) for place, _ in items]
         slabs: dict[int, list[int]] = {}
         for at, (place, _) in enumerate(items):
             slabs.setdefault(place // memory.slab_bytes, []).append(at)
-        for chosen in slabs.values():
-            try:
+        try:
+            for chosen in slabs.values():
                 copy([views[at] for at in chosen], [items[at][1] for at in chosen])
-            except Exception as error:
-                raise CopyFailedError(str(error)) from error
-        return views
+            return [checksum(view) for view in views]
+        except Exception as error:
+            raise CopyFailedError(str(error)) from None  # its frames would keep the memory mapped
+        finally:
+            for view in views:
+                with suppress(BufferError):
+                    view.release()
 
     def _forget(self) -> bool:
         deadline = time.monotonic() + self._seconds
