@@ -33,8 +33,9 @@ ENGINE = """
 import json, sys
 from spillover import LLM, SamplingParams
 with LLM(**json.loads(sys.argv[1])) as llm:
-    tokens = llm.generate([[1, 2, 3, 4, 5]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
-    print(json.dumps({"tokens": tokens[0].outputs[0].token_ids, "planned": llm.plan.total_bytes,
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    output = llm.generate([[1, 2, 3, 4, 5]], params, use_tqdm=False)[0]
+    print(json.dumps({"tokens": output.outputs[0].token_ids, "planned": llm.plan.total_bytes,
                       "weights": llm.plan.weight_bytes}), flush=True)
     sys.stdin.read()
 """
