@@ -98,7 +98,7 @@ def test_a_dry_run_tells_what_will_be_refused_and_starts_nothing(tmp_path: Path)
     assert output.count("There will be no verdict: workload 'load', gate samples") == 2
     assert output.count("(does not answer now)") == 2
     assert "start" not in output
-    assert "at least 4 blocks, at most 60 blocks or 45 min" in output
+    assert "at least 4 blocks, at most 80 blocks or 45 min" in output
 
 
 def test_a_url_that_does_not_answer_ends_the_experiment_soon_and_says_what_was_waited_for(tmp_path: Path) -> None:
