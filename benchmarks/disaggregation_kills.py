@@ -97,7 +97,7 @@ class Fleet:
             server.wait_until_ready()
         for name, killed in self.engines.items():  # which its server starts again
             server, deadline = self.server(name), time.monotonic() + 120
-            while server.status() != 200 or server.engine().pid == killed:
+            while server.status() != 200 or not server.children() or server.engine().pid == killed:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the {name} did not come back:\n{server.log[-2000:]}")
                 time.sleep(0.1)
