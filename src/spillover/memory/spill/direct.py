@@ -47,7 +47,7 @@ class DirectCopies:
     """The copies on their way, each way."""
 
     def __init__(self, link: DeviceLink, tiers: Sequence[Tier], keeps: bool) -> None:
-        """Find the mapped tier, if there is one. `keeps`: host memory is a tier, too."""
+        """Find the mapped tier, if there is one. `keeps`: whether host memory is a tier as well."""
         self.tier = next((tier for tier in tiers if isinstance(tier, MappedTier)), None)
         self.spills = self.tier is not None and len(tiers) == 1 and not keeps
         self._link = link

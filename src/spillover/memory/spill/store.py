@@ -22,7 +22,7 @@ from spillover.memory.spill.direct import DirectCopies, DirectIn
 from spillover.memory.spill.host import Entry, HostCache, Slots
 from spillover.memory.spill.loads import CopyEnd, Fetch, Load, LoadState, Search
 from spillover.memory.spill.report import TierReport
-from spillover.memory.spill.store_report import HostReport, tier_reports
+from spillover.memory.spill.store_report import HostReport, TierRates, tier_reports
 from spillover.memory.spill.write_down import WriteDown
 from spillover.memory.tiers.base import Tier
 from spillover.memory.transfer.link import DeviceLink
@@ -51,7 +51,7 @@ class SpillStore:
         self.tiers = tuple(tiers)
         self.eager = eager
         self.keeps = host_blocks > 0
-        self.rates = dict(rates or {})
+        self.rates = TierRates(rates or {})
         self.spilled_blocks = 0
         self.dropped = 0  # blocks that left the device before they could be copied
         self._host = HostCache(Slots(link.allocate, link.slot_bytes, host_blocks or staging_blocks))
@@ -179,8 +179,7 @@ class SpillStore:
     def seconds(self, tier: str, blocks: int) -> float:
         """Return how long loading n blocks from the tier takes, as far as is known."""
         way = {tier} if self.direct.reaches(tier) else {tier, "host"}
-        slowest = min(self.rates.get(name, 1e9) for name in way)
-        return blocks * self.link.slot_bytes / slowest
+        return self.rates.seconds(way, blocks * self.link.slot_bytes)
 
     # Blocks of a live sequence that the device has no room for
 
@@ -258,12 +257,11 @@ class SpillStore:
             self.spilled_blocks += len(copy.blocks) if seconds is not None else 0
             self._arrived(copy.entries, seconds is not None, safe=not self.tiers)
             copy.on_end(copy.blocks, copy.entries)
-        for on_end, ended in itertools.groupby(self.direct.take_out(), lambda each: each.on_end):
-            stored = list(ended)
-            for each in stored:
-                self.spilled_blocks += bool(each.ticket.result())
-                self._below.offered(self.tiers[0], each.key, bool(each.ticket.result()))
-            on_end([each.block for each in stored], [Entry(each.key, -1) for each in stored])
+        for direct in self.direct.take_out():
+            stored = bool(direct.ticket.result())
+            self.spilled_blocks += stored
+            self._below.offered(self.tiers[0], direct.key, stored)
+            direct.on_end([direct.block], [Entry(direct.key, -1)])
 
     def flush(self, deadline: float) -> None:
         """Write what only host memory has to the tiers below, as far as the deadline allows."""
@@ -340,7 +338,7 @@ class SpillStore:
         """Take loads as far as they can go."""
         for copy, seconds in self.copies.take_in():
             if seconds:
-                self._observe("host", len(copy.blocks) * self.link.slot_bytes / seconds)
+                self.rates.observe("host", len(copy.blocks) * self.link.slot_bytes / seconds)
             self._end(copy.loads, LoadState.FAILED if seconds is None else LoadState.DONE)
         for direct in self.direct.take_in():
             self._take_direct(direct)
@@ -359,7 +357,8 @@ class SpillStore:
         self._below.answered(tier, key, ok)
         if ok:
             self._below.ask(key)  # has the last tier it, too?
-            self._observe(tier.name, copy.place * self.link.slot_bytes / max(1e-6, copy.ticket.at - copy.started))
+            seconds = max(1e-6, copy.ticket.at - copy.started)
+            self.rates.observe(tier.name, copy.place * self.link.slot_bytes / seconds)
         lower = None if ok else self._further(key, tier)
         if lower is None:
             self._end([load], LoadState.DONE if ok else LoadState.FAILED)
@@ -383,7 +382,7 @@ class SpillStore:
                 if ok:
                     self._below.ask(fetch.entry.key)  # a tier that is nearer had it: has the last one, too?
                     seconds = max(1e-6, fetch.ticket.at - fetch.started)  # not now: a step may have run meanwhile
-                    self._observe(fetch.tier.name, fetch.place * self.link.slot_bytes / seconds)
+                    self.rates.observe(fetch.tier.name, fetch.place * self.link.slot_bytes / seconds)
                 safe = not self._below.doubted(fetch.entry.key)
                 if ok and safe:
                     self._writes.promote(fetch.entry, fetch.tier)
@@ -503,8 +502,3 @@ class SpillStore:
             self._host.mark_unsafe(entry)
         if not there and self.eager and not self._below.doubted(key):
             self._writes.write([entry])
-
-    def _observe(self, tier: str, rate: float) -> None:
-        """Update a tier's rate: a faster load counts at once; a slower one may only have waited, and counts little."""
-        known = self.rates.get(tier, 0.0)
-        self.rates[tier] = rate if rate > known else known + 0.05 * (rate - known)
