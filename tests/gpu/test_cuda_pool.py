@@ -43,7 +43,7 @@ def host_pool(link: DeviceLink) -> HostPool:
 
 def adopted_and_pinned(link: DeviceLink) -> int:
     """How many pieces of the pool's memory this engine has pinned; fails if one that was met could not be."""
-    met = [slab for slab in host_pool(link)._slabs.slabs if slab.use == "adopted" and slab.pinned is not None]
+    met = [slab for slab in host_pool(link)._slabs.slabs if slab.use == "pool" and slab.pinned is not None]
     assert all(slab.pinned for slab in met), "memory of the pool could not be pinned"
     return len(met)
 

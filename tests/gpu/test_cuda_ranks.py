@@ -18,6 +18,7 @@ from spillover.engine.output.outputs import RequestOutput
 from spillover.engine.parallel.parallel_runner import ParallelRunner
 from spillover.engine.parallel.rank_processes import RankProcesses
 from spillover.errors import SpilloverError
+from spillover.kernels.cuda.peers import exchange
 from spillover.kernels.cuda.peers.exchange import Exchange, buffer_bytes
 from spillover.models.sharding.ranks import sum_in_order
 from support import starved
@@ -52,8 +53,10 @@ class Group:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_calls_return_what_their_definitions_say(size: int, dtype: torch.dtype) -> None:
-    """Also of sizes that are no multiple of 16 bytes, and of more than one call holds."""
+def test_calls_return_what_their_definitions_say(size: int, dtype: torch.dtype,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of sizes that are no multiple of 16 bytes, and of more than one call holds; sums in one shot and in two."""
+    monkeypatch.setattr(exchange, "TWO_SHOT_BYTES", 6000)
     group, rng = Group(size), random.Random(size)
     for turn in range(60):
         count = rng.choice([1, 3, 7, 8, 1000, rng.randrange(1, 4000), CAPACITY // 2 + 5, 3 * CAPACITY])
@@ -142,6 +145,28 @@ def test_tokens_are_those_of_hugging_face(name: str, prompts: list[list[int]], t
     for flags in ({}, {"enforce_eager": True, "max_num_batched_tokens": 16}):
         found = generate(folder, prompts, params, dtype="float32", **flags, **TWO)
         assert tokens(found) == wanted
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_are_dealt_out(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
+    model, _ = tiny_model(name, seed=3)
+    folder = save_checkpoint(model, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    wanted = [greedy(model, prompt, 12) for prompt in prompts]
+    for flags in ({}, {"enforce_eager": True, "max_num_batched_tokens": 16, "max_num_seqs": 3}):
+        with LLM(folder, **{**OPTIONS, "dtype": "float32", "enable_expert_parallel": True, **flags, **TWO}) as llm:
+            assert tokens(llm.generate(prompts, params, use_tqdm=False)) == wanted
+            rows = llm.stats().ranks.expert_rows
+        assert len(rows) == 2
+        assert min(rows) > 0, "each rank has experts that were asked for"
+
+
+def test_experts_that_are_dealt_out_are_not_paged(tmp_path: Path) -> None:
+    folder, flags = starved.write_config(tmp_path, "qwen3-moe"), {"device": "cuda", "dtype": "bfloat16", **TWO}
+    smallest = starved.least(folder, weights="experts", **flags)
+    with pytest.raises(SpilloverError, match="--enable-expert-parallel on CUDA is for experts that fit"):
+        starved.answer(folder, starved.prompts(1), gpu_memory=str(smallest), weights="experts",
+                       enable_expert_parallel=True, **flags)
 
 
 def test_bits_do_not_depend_on_the_schedule(prompts: list[list[int]], tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
 """A product with packed weights equals torch's, and a row's bits do not depend on the rows beside it."""
 
+from typing import cast
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillover.kernels import native
-from spillover.kernels.fields import LinearShape
+from spillover.kernels.arena import Arena
+from spillover.kernels.fields import Field, LinearShape
+from spillover.kernels.formats import packed as packed_format
+from spillover.kernels.formats.base import Target, TensorReader
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.packed import Packed, pack
 from spillover.kernels.linear import embedding, embedding_reference, linear, linear_reference, unpack
@@ -53,6 +58,34 @@ def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+class Matrices:
+    """A TensorReader of matrices that are made here."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = {f"matrix {index}": tensor for index, tensor in enumerate(tensors)}
+        self.matrices = [(name, len(tensor)) for name, tensor in self.tensors.items()]
+
+    def read(self, tensor: Field) -> torch.Tensor:
+        return self.tensors[tensor.name]
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.lists(st.integers(1, 90), min_size=1, max_size=4), k=st.integers(1, 40), width=st.sampled_from([8, 16]),
+       dtype=st.sampled_from([torch.bfloat16, torch.float32]), piece=st.sampled_from([1, 5000, 1 << 20]))
+def test_matrices_that_are_packed_as_they_come_are_those_that_are_packed_at_once(
+        rows: list[int], k: int, width: int, dtype: torch.dtype, piece: int) -> None:
+    tensors = [torch.randn(count, k).to(dtype) for count in rows]
+    form, shape = Packed(width), LinearShape((sum(rows),), k)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_format, "PIECE", piece)
+        target = Target("float32", torch.device("cpu"), Arena())
+        (panels,) = form.load(cast(TensorReader, Matrices(tensors)), shape, target)
+    whole = torch.cat(tensors).float()
+    padded = torch.zeros(-(-len(whole) // width) * width, k)
+    padded[: len(whole)] = whole
+    assert torch.equal(panels, padded.view(-1, width, k).transpose(1, 2))
 
 
 @needs_native

@@ -38,7 +38,7 @@ class ThreadRanks:
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank = rank
         self.size = len(meeting.given)
-        self.expert_rows = [0] * self.size
+        self.expert_rows = torch.zeros(self.size, dtype=torch.int64)
         self.calls = 0  # sums that were made
         self._meeting = meeting
 

@@ -13,7 +13,13 @@ import torch
 
 from spillover.engine.config import EngineConfig
 from spillover.engine.effects import check_policies, flag_notes
-from spillover.engine.parallel.rank_plan import make_shard, rank_machine, rank_request, with_whole_blocks
+from spillover.engine.parallel.rank_plan import (
+    check_experts,
+    make_shard,
+    rank_machine,
+    rank_request,
+    with_whole_blocks,
+)
 from spillover.engine.weights.head import PlannedHead, look_at_head
 from spillover.engine.weights.substitutes import (
     Substitutes,
@@ -162,6 +168,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         head.check_plan(plan)
     else:
         plan = plan_model(request, machine)
+    check_experts(plan, shard)
     plan = with_whole_blocks(plan, request, model_config, shard)
     if plan.device == "cuda" and plan.block_size & (plan.block_size - 1):
         raise SpilloverError(f"--block-size on CUDA is a power of two, such as 16, 32 or 64; got {plan.block_size}")

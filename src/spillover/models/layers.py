@@ -19,10 +19,11 @@ from spillover.kernels.formats.choice import Dequantized
 from spillover.kernels.formats.dense import DENSE, EMBEDDING
 from spillover.kernels.layer_kernels import kernels_on
 from spillover.kernels.linear import embedding, linear
+from spillover.kernels.moe.moe import OwnExperts
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
-from spillover.models.sharding.ranks import ONE_RANK, Ranks, count_expert_rows
+from spillover.models.sharding.ranks import ONE_RANK, Ranks
 from spillover.models.sharding.shard import Shard
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, layer_part, stored_in
 from spillover.models.weights import PartWeights, ResidentWeights, Weights
@@ -74,7 +75,9 @@ class Decoder:
         self.whole, self.ranks = config, ranks
         self.vocabulary, self._vocabulary_width = (shard.vocabulary(config.vocab_size),
                                                    shard.vocabulary_width(config.vocab_size))
-        self.own_experts = shard.experts(config.num_experts)
+        own = shard.experts(config.num_experts)
+        self.own_experts = None if own is None else OwnExperts(own.start, own.stop,
+                                                               ranks.expert_rows if ranks.rank == 0 else None)
         config = shard.decoder(config)
         self.config = config
         self.dtype = dtype
@@ -181,8 +184,6 @@ class MixtureDecoder(Decoder):
         x, residual = self.kernels.add_rms_norm(x, residual, w["mlp_norm"])
         scores = linear(x, w["router"], w.get("router_bias"))  # [T, experts]
         config = self.config
-        if self.own_experts is not None and self.ranks.rank == 0:
-            count_expert_rows(self.ranks, scores, config.experts_per_token, len(self.own_experts))
         mixed = w["experts"].mixture(x, scores, config.experts_per_token, config.norm_topk_prob, config.swiglu_limit,
                                      self.own_experts)
         return mixed, residual

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from spillover.engine.config import EngineConfig
-from spillover.engine.parallel.rank_plan import make_shard, rank_machine, without_tiers
+from spillover.engine.parallel.rank_plan import check_experts, make_shard, rank_machine, without_tiers
 from spillover.engine.planned import PlannedModel, plan_model, planned_rank
 from spillover.errors import SpilloverError
 from spillover.models.weight_specs import kept_on, part_nbytes
 from spillover.plan.hardware import CudaDevice, probe
+from spillover.plan.placement import WeightPlan
 from spillover.plan.planner import PlanRequest
 from support import starved
 
@@ -59,17 +60,24 @@ def test_tiers_hold_whole_blocks_within_one_budget(size: int, flags: dict[str, A
     assert without_tiers(several.plan).tiers == ()
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    ({}, "needs 2 CUDA devices, and there is 1; --ranks-share-device puts"),
-    ({"ranks_share_device": True, "enable_expert_parallel": True}, "--enable-expert-parallel is for ranks on CPUs"),
-])
-def test_what_ranks_on_cuda_devices_cannot_do_is_refused_in_a_sentence(flags: dict[str, Any], words: str,
-                                                                       tmp_path: Path) -> None:
+def test_more_ranks_than_devices_are_refused_in_a_sentence(tmp_path: Path) -> None:
     model = planned(tmp_path, "mixtral", tensor_parallel_size=2)
     gpu = replace(probe(), cuda=(CudaDevice(0, "card", 2**30, 2**30, (9, 0)),))
+    words = "needs 2 CUDA devices, and there is 1; --ranks-share-device puts"
     with pytest.raises(SpilloverError, match=words) as refused:
-        make_shard(replace(model.config, **flags), model.model_config, PlanRequest(device="cuda"), gpu, 0)
+        make_shard(model.config, model.model_config, PlanRequest(device="cuda"), gpu, 0)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("where", ["paged", "pinned", "demand", "host"])
+def test_experts_of_one_rank_are_not_fetched_one_by_one_on_cuda(where: str, tmp_path: Path) -> None:
+    model = planned(tmp_path, "mixtral", tensor_parallel_size=2, enable_expert_parallel=True)
+    off_device = replace(model.plan, device="cuda", placement=WeightPlan("experts", {}, {0: "resident", 1: where}))
+    with pytest.raises(SpilloverError, match="--enable-expert-parallel on CUDA is for experts that fit") as refused:
+        check_experts(off_device, model.shard)
+    assert "\n" not in str(refused.value)
+    check_experts(off_device, replace(model.shard, expert_parallel=False))
+    check_experts(replace(off_device, placement=WeightPlan("experts", {}, {0: "resident", 1: "resident"})), model.shard)
 
 
 def test_ranks_share_the_machine(tmp_path: Path) -> None:

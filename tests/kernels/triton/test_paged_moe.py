@@ -17,6 +17,7 @@ from spillover.kernels.formats.grouped_gemm import Tile
 from spillover.kernels.moe import host_expert_queue as places
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
+from spillover.kernels.moe.moe import OwnExperts
 from spillover.kernels.moe.page_table import PageTable
 from spillover.kernels.moe.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
 from support.kernels.mixtures import DEVICE, assert_near, case
@@ -290,3 +291,22 @@ def passed(there: Paged, tokens: int, **kwargs: Any) -> None:
     found = passes.end()
     assert torch.equal(found, expected)
     assert_near(found, plain.end(), 1e-5 if there.x.dtype is torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("few_tokens", [0, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranks_with_experts_of_their_own_add_up_to_the_mixture(shape: tuple[Any, ...], few_tokens: int) -> None:
+    each = EXPERTS // 3
+    of = Paged(shape, tokens=5)
+    tiles = of.few if few_tokens else of.tiles
+    whole = moe.mixture(of.x, of.scores, of.first, of.second, K, True, of.limit, few_tokens, tiles)
+    counted = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    total = torch.zeros_like(whole, dtype=torch.float32)
+    for rank in range(3):
+        own = OwnExperts(rank * each, (rank + 1) * each, counted if rank == 0 else None)
+        held = [Experts(stack.weight.map(lambda tensor, own=own: tensor[own.start : own.stop].contiguous()),
+                        None if stack.bias is None else stack.bias[own.start : own.stop].contiguous())
+                for stack in (of.first, of.second)]
+        total += paged.own_mixture(of.x, of.scores, *held, K, True, of.limit, own, few_tokens, tiles)
+    assert_near(total.to(whole.dtype), whole, 1e-5 if whole.dtype is torch.float32 else 1.5e-2)
+    assert counted.tolist() == torch.bincount(of.scores.float().topk(K).indices.flatten() // each, minlength=3).tolist()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from spillover.engine.parallel.gloo_ranks import MEETING_SECONDS
-from spillover.engine.parallel.report import RanksReport
+from spillover.engine.parallel.report import RanksReport, told_rows
 from spillover.kernels.cuda.peers.exchange import Exchange, buffer_bytes
 from spillover.memory.transfer.cuda_driver import cuda_driver
 from spillover.plan.workspace import RANK_CALL_BYTES
@@ -25,9 +25,9 @@ class CudaRanks:
         pool that each makes here for rank 0 to map; 0: none."""
         self.rank = rank
         self.size = size
-        self.expert_rows = [0] * size
         self.waiting_since: float | None = None  # of hosts, which do not take part in calls
         device = torch.device("cuda", torch.cuda.current_device())
+        self.expert_rows = torch.zeros(size, dtype=torch.int64, device=device)
         driver = cuda_driver()
         torch.cuda.current_stream().synchronize()  # makes the device's context
         own = driver.allocate(buffer_bytes(size, RANK_CALL_BYTES))
@@ -68,7 +68,8 @@ class CudaRanks:
             raise RuntimeError("a rank has not come to meet the others in time")
 
     def report(self) -> RanksReport:
-        return RanksReport(self.size, self._exchange.calls, self._exchange.bytes, self._exchange.seconds)
+        rows = told_rows(self.expert_rows)  # waits for the device
+        return RanksReport(self.size, self._exchange.calls, self._exchange.bytes, self._exchange.seconds, rows)
 
 
 class _Memory:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed import BroadcastOptions, GatherOptions, ProcessGroupGloo
 
-from spillover.engine.parallel.report import RanksReport
+from spillover.engine.parallel.report import RanksReport, told_rows
 from spillover.models.sharding.ranks import sum_in_order
 
 MEETING_SECONDS = 60.0  # for all ranks to find each other, once each has said that it is there
@@ -30,7 +30,7 @@ class GlooRanks:
         """Meet the other ranks, which name the same folder."""
         self.rank = rank
         self.size = size
-        self.expert_rows = [0] * size
+        self.expert_rows = torch.zeros(size, dtype=torch.int64)
         self.pools: list[Tensor] = []  # those of ranks on CPUs are shared from the start
         self.calls = 0
         self.bytes = 0  # that this rank has given
@@ -72,8 +72,7 @@ class GlooRanks:
         """Do nothing: calls that have failed have raised."""
 
     def report(self) -> RanksReport:
-        rows = tuple(self.expert_rows) if any(self.expert_rows) else ()
-        return RanksReport(self.size, self.calls, self.bytes, self.seconds, rows)
+        return RanksReport(self.size, self.calls, self.bytes, self.seconds, told_rows(self.expert_rows))
 
     def _wait(self, work: torch.distributed.Work, nbytes: int) -> None:
         begun = self.waiting_since = time.monotonic()

@@ -10,6 +10,7 @@ from spillover.kernels.extents import MOST_RANKS
 from spillover.models.config import ModelConfig
 from spillover.models.sharding.shard import Shard, check_shard
 from spillover.plan.hardware import Machine
+from spillover.plan.placement import SLOTTED
 from spillover.plan.planner import Plan, PlanRequest, where
 from spillover.plan.tiers import host_bytes, plan_tiers
 
@@ -34,9 +35,16 @@ def _check_devices(config: EngineConfig, size: int, devices: int) -> None:
         raise SpilloverError(f"{asked} needs {size} CUDA devices, and there {'is' if devices == 1 else 'are'} {devices}"
                              "; --ranks-share-device puts several ranks on one, which is slower than one rank and of "
                              "use for tests")
-    if config.enable_expert_parallel:
-        raise SpilloverError("--enable-expert-parallel is for ranks on CPUs so far: leave it out, and each rank has a "
-                             "part of every expert")
+
+
+def check_experts(plan: Plan, shard: Shard) -> None:
+    """Raise SpilloverError where a CUDA rank with experts of its own would have to fetch them one by one."""
+    experts = {} if plan.placement is None else plan.placement.experts
+    if shard.expert_parallel and plan.device == "cuda" and any(
+            where in (*SLOTTED, "host") for where in experts.values()):
+        raise SpilloverError("--enable-expert-parallel on CUDA is for experts that fit their ranks' devices, or that "
+                             "stream with their layer (--weights sequential); leave it out, and each rank fetches its "
+                             "part of the experts that it needs")
 
 
 def rank_request(request: PlanRequest, shard: Shard) -> PlanRequest:

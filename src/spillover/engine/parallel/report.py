@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class RanksReport:
@@ -17,3 +19,9 @@ class RanksReport:
 
 
 ONE = RanksReport()
+
+
+def told_rows(expert_rows: Tensor) -> tuple[int, ...]:
+    """Return the rows of each rank's experts; () where none was counted."""
+    rows = tuple(expert_rows.tolist())
+    return rows if any(rows) else ()

@@ -69,10 +69,10 @@ class Dequantized(Dense):
         whole = torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=target.device)
         parts = whole.split_with_sizes([rows for _, rows in reader.matrices])
         for (name, rows), part in zip(reader.matrices, parts, strict=True):
-            part.copy_(self._matrix(reader, name, rows, shape.in_features))
+            part.copy_(self.matrix(reader, name, rows, shape.in_features))
         return (whole,)
 
-    def _matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Tensor:
+    def matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Tensor:
         stored = self.base.stored_as(module_of(name))
         if stored == DENSE or (reader.has(name) and reader.dtype(name).is_floating_point
                                and reader.dtype(name).itemsize > 1):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spillover.kernels.fields import Field, LinearShape
-from spillover.kernels.formats.base import HOST_TYPES, Linear, WeightFormat, register
+from spillover.kernels.formats.base import HOST_TYPES, Linear, TensorReader, WeightFormat, register
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tile, invariant_tiles, tiles
 
 
@@ -26,6 +26,11 @@ class Dense(WeightFormat):
 
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
         return (Field("weight", dtype, (shape.out_features, shape.in_features)),)
+
+    def matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Tensor:
+        """Read one matrix [rows, columns], in any floating type."""
+        (stored,) = self.stored(name, rows, columns)
+        return self.read(reader, stored)
 
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         return w.tensors[0]

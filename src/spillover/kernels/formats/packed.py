@@ -15,6 +15,8 @@ from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
 from spillover.kernels.formats.dense import DENSE, Dense
 
+PIECE = 16 << 20  # bytes of a matrix that are widened at a time
+
 
 class Panels(WeightFormat):
     """Channels in panels, one tensor; those past the last channel are zero."""
@@ -76,7 +78,11 @@ class Packed(Panels):
         return self.base.stored(name, rows, columns)
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
-        return (self.pack(self.base.load(reader, shape, target)[0], target.arena),)
+        panels, start = self._room(shape.out_features, shape.in_features, target.arena), 0
+        for name, rows in reader.matrices:  # matrix by matrix, so that no second copy of all of them is held
+            self._fill(panels, start, self.base.matrix(reader, name, rows, shape.in_features))
+            start += rows
+        return (panels,)
 
     def dummy(self, shape: LinearShape, experts: int, target: Target, random: torch.Generator) -> tuple[Tensor, ...]:
         if not experts:
@@ -88,15 +94,32 @@ class Packed(Panels):
 
     def pack(self, weight: Tensor, arena: Arena | None = None) -> Tensor:
         """Pack weight [N, K] -> panels."""
-        n, k = weight.shape
-        width, whole = self.width, n // self.width
-        count = -(-n // width)
-        panels = torch.empty(count, k, width) if arena is None else arena.empty(count, k, width)
-        panels[:whole] = weight[: whole * width].view(whole, width, k).transpose(1, 2)
-        if whole < count:
-            panels[whole, :, : n - whole * width] = weight[whole * width :].T
-            panels[whole, :, n - whole * width :] = 0
+        panels = self._room(weight.shape[0], weight.shape[1], arena)
+        self._fill(panels, 0, weight)
         return panels
+
+    def _room(self, n: int, k: int, arena: Arena | None) -> Tensor:
+        """Return panels for [N, K], of which the channels past the last are zero and the others anything."""
+        count = -(-n // self.width)
+        panels = torch.empty(count, k, self.width) if arena is None else arena.empty(count, k, self.width)
+        if n % self.width:
+            panels[-1, :, n % self.width :] = 0
+        return panels
+
+    def _fill(self, panels: Tensor, start: int, weight: Tensor) -> None:
+        """Write the channels from `start` on, weight [rows, K] of any floating type, a piece at a time."""
+        width, k, done = self.width, weight.shape[1], 0
+        piece = max(1, PIECE // (4 * k * width)) * width
+        while done < len(weight):
+            panel, lane = divmod(start + done, width)
+            if lane or len(weight) - done < width:  # a panel that another matrix has a part of, or the last
+                rows = min(width - lane, len(weight) - done)
+                panels[panel, :, lane : lane + rows] = weight[done : done + rows].T
+            else:
+                rows = min(piece, (len(weight) - done) // width * width)
+                part = weight[done : done + rows].to(panels.dtype)
+                panels[panel : panel + rows // width] = part.reshape(-1, width, k).transpose(1, 2)
+            done += rows
 
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         count, k, width = w.tensors[0].shape

@@ -21,11 +21,23 @@ from spillover.kernels.moe.experts import Experts
 NOT_HERE = -1  # an expert that another rank computes
 
 
+@dataclass(frozen=True)
+class OwnExperts:
+    """The experts of one of several ranks, each of which has as many."""
+
+    start: int
+    stop: int
+    rows: Tensor | None = None  # int64 [ranks]: what each rank's experts are asked for is added here; None: nowhere
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
 class LayerExperts(Protocol):
     """The experts of one layer, wherever they are."""
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: range | None = None) -> Tensor:
+                own: OwnExperts | None = None) -> Tensor:
         """Return the mixture [T, H] of x [T, H] by the router's scores [T, E], as `mixture` of this module does."""
         ...
 
@@ -38,13 +50,13 @@ class ResidentExperts:
     second: Experts
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: range | None = None) -> Tensor:
+                own: OwnExperts | None = None) -> Tensor:
         return mixture(x, scores, self.first, self.second, k, renormalize, limit, own)
 
 
 def mixture(
     x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None = None,
-    own: range | None = None,
+    own: OwnExperts | None = None,
 ) -> Tensor:
     """Send every token, x [T, H], scores [T, E] -> [T, H], through the k experts it scores highest.
 
@@ -53,16 +65,19 @@ def mixture(
     experts that the stacks hold, whose share of the sum is returned; None: all.
     """
     if x.is_cuda:
-        assert own is None, "ranks that deal out experts are refused on CUDA before a model is loaded"
-        from spillover.kernels.triton.moe import moe as on_cuda
+        if own is None:
+            from spillover.kernels.triton.moe.moe import mixture as on_cuda
 
-        return on_cuda.mixture(x, scores, first, second, k, renormalize, limit)
+            return on_cuda(x, scores, first, second, k, renormalize, limit)
+        from spillover.kernels.triton.moe.paged_moe import own_mixture
+
+        return own_mixture(x, scores, first, second, k, renormalize, limit, own)
     ids, shares = route(scores, k, renormalize, limit, own)
     return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
 
 
 def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
-          own: range | None = None) -> tuple[Tensor, Tensor]:
+          own: OwnExperts | None = None) -> tuple[Tensor, Tensor]:
     """Route, scores [T, E] -> (ids, shares) [T, k] of the experts that each token goes to, on the CPU. `own`: the
     experts that are numbered from 0 on; others are NOT_HERE. None: all are here.
 
@@ -76,10 +91,12 @@ def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
         shares, ids = scores.float().softmax(-1).topk(k)
         if renormalize:
             shares = shares / shares.sum(-1, keepdim=True)
+    if own is not None and own.rows is not None:
+        own.rows.add_(torch.bincount(ids.flatten() // len(own), minlength=len(own.rows)))
     return here(ids, own), shares
 
 
-def here(ids: Tensor, own: range | None) -> Tensor:
+def here(ids: Tensor, own: OwnExperts | None) -> Tensor:
     """Return experts' ids as they are numbered here, those of other ranks NOT_HERE."""
     return ids if own is None else torch.where((ids >= own.start) & (ids < own.stop), ids - own.start, NOT_HERE)
 

@@ -17,7 +17,7 @@ class Ranks(Protocol):
 
     rank: int
     size: int
-    expert_rows: list[int]  # by rank: rows that its experts were asked for, where ranks have experts of their own
+    expert_rows: Tensor  # int64 [size]: rows that each rank's experts were asked for, where these are dealt out
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x, added up in float32 from rank 0 on; x may be overwritten."""
@@ -36,7 +36,7 @@ class OneRank:
     size = 1
 
     def __init__(self) -> None:
-        self.expert_rows = [0]
+        self.expert_rows = torch.zeros(1, dtype=torch.int64)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -49,12 +49,6 @@ class OneRank:
 
 
 ONE_RANK = OneRank()
-
-
-def count_expert_rows(ranks: Ranks, scores: Tensor, k: int, experts: int) -> None:
-    """Note how many rows go to each rank's `experts` by the router's scores [T, E]."""
-    asked = torch.bincount(scores.topk(k).indices.flatten() // experts, minlength=ranks.size)
-    ranks.expert_rows = [total + new for total, new in zip(ranks.expert_rows, asked.tolist(), strict=True)]
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:

@@ -1,6 +1,10 @@
 // Ranks give each other what they have: every rank writes its part to its own buffer, which the others have mapped,
 // tells them so, waits until all have told, and reads. One kernel, that a CUDA graph can hold.
 //
+// A sum is one-shot where it is small or there are two ranks: each rank reads all parts. Else it is two-shot: each rank
+// adds up a share of the elements, tells the others, and reads their shares, which moves 2 (N - 1) / N of the bytes
+// over a link instead of N - 1 times them. Both add in the same order, so both give the same bits.
+//
 // A buffer is [ranks][BLOCKS] flags, then twice `capacity` bytes. Calls take the two halves in turn: a rank that makes
 // call n + 2 has heard in call n + 1 from all others, who had ended call n by then.
 
@@ -24,6 +28,7 @@ struct Arguments {
     volatile u32* stop;      // in host memory: not 0 once a rank is lost
     u64 bytes, capacity, stride;
     int rank, size;
+    int shots;               // of a sum: 1 or 2
 };
 
 __device__ u64 nanoseconds() {
@@ -46,15 +51,16 @@ __device__ u8* data(const Arguments& a, int rank, u32 call) {
     return a.buffers[rank] + (u64)a.size * BLOCKS * sizeof(u32) + (call & 1) * a.capacity;
 }
 
-// Tells all ranks that this block's part is there, and waits for theirs.
-__device__ void meet(const Arguments& a, u32 call) {
+// Tells all ranks that this block's part is there, and waits for theirs; `round`: the first or second time of a call.
+__device__ void meet(const Arguments& a, u32 call, u32 round = 0) {
+    const u32 told = 2 * call + round;
     __syncthreads();
     if (threadIdx.x < a.size) {
         __threadfence_system();
         const u64 begun = nanoseconds();
-        tell((u32*)a.buffers[threadIdx.x] + a.rank * BLOCKS + blockIdx.x, call);
+        tell((u32*)a.buffers[threadIdx.x] + a.rank * BLOCKS + blockIdx.x, told);
         const u32* theirs = (u32*)a.buffers[a.rank] + threadIdx.x * BLOCKS + blockIdx.x;
-        for (u32 looks = 1; (int)(look(theirs) - call) < 0; looks++) {
+        for (u32 looks = 1; (int)(look(theirs) - told) < 0; looks++) {
             if (looks % LOOKS != 0) continue;
             if (nanoseconds() - begun > SECONDS * 1000000000ull) *a.stop = 1;
             if (*a.stop != 0) break;
@@ -117,7 +123,25 @@ struct Single {
     static __device__ float narrow(float v) { return v; }
 };
 
-// The parts are added in float32 from rank 0 on, and rounded once.
+// Sixteen bytes of the sum: the parts are added in float32 from rank 0 on, and rounded once.
+template <class Type>
+__device__ uint4 added(const Arguments& a, u32 call, u64 i) {
+    using Stored = typename Type::Stored;
+    constexpr int WIDTH = 16 / sizeof(Stored);
+    float total[WIDTH];
+    for (int rank = 0; rank < a.size; rank++) {
+        uint4 words = __ldcg((const uint4*)data(a, rank, call) + i);
+        Stored part[WIDTH];
+        memcpy(part, &words, 16);
+        for (int j = 0; j < WIDTH; j++) total[j] = rank == 0 ? Type::wide(part[j]) : total[j] + Type::wide(part[j]);
+    }
+    Stored rounded[WIDTH];
+    for (int j = 0; j < WIDTH; j++) rounded[j] = Type::narrow(total[j]);
+    uint4 words;
+    memcpy(&words, rounded, 16);
+    return words;
+}
+
 template <class Type>
 __device__ void sum(const Arguments& a) {
     using Stored = typename Type::Stored;
@@ -126,20 +150,21 @@ __device__ void sum(const Arguments& a) {
     copy(data(a, a.rank, call), a.x, a.bytes);
     meet(a, call);
     const u64 first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = gridDim.x * (u64)blockDim.x;
-    for (u64 i = first; i < a.bytes / 16; i += step) {
-        float total[WIDTH];
-        for (int rank = 0; rank < a.size; rank++) {
-            uint4 words = __ldcg((const uint4*)data(a, rank, call) + i);
-            Stored part[WIDTH];
-            memcpy(part, &words, 16);
-            for (int j = 0; j < WIDTH; j++) total[j] = rank == 0 ? Type::wide(part[j]) : total[j] + Type::wide(part[j]);
+    if (a.shots == 1) {
+        for (u64 i = first; i < a.bytes / 16; i += step) ((uint4*)a.x)[i] = added<Type>(a, call, i);
+    } else {
+        // Ranks take the strides of the grid in turn. Nobody else reads this rank's part of its own strides, so the sum
+        // is written over it.
+        for (u64 i = first + a.rank * step; i < a.bytes / 16; i += step * a.size)
+            ((uint4*)data(a, a.rank, call))[i] = added<Type>(a, call, i);
+        meet(a, call, 1);
+        int owner = 0;
+        for (u64 i = first; i < a.bytes / 16; i += step) {
+            ((uint4*)a.x)[i] = __ldcg((const uint4*)data(a, owner, call) + i);
+            owner = owner + 1 == a.size ? 0 : owner + 1;
         }
-        Stored rounded[WIDTH];
-        for (int j = 0; j < WIDTH; j++) rounded[j] = Type::narrow(total[j]);
-        uint4 words;
-        memcpy(&words, rounded, 16);
-        ((uint4*)a.x)[i] = words;
     }
+    // Less than sixteen bytes that are left: every rank adds them.
     for (u64 i = a.bytes / 16 * WIDTH + first; i < a.bytes / sizeof(Stored); i += step) {
         float total = 0;
         for (int rank = 0; rank < a.size; rank++) {

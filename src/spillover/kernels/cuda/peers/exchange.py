@@ -20,13 +20,14 @@ from spillover.kernels.extents import MOST_RANKS
 SOURCE = Path(__file__).parent / "exchange.cu"
 BLOCKS = 64  # at most, of a call
 THREADS = 512
+TWO_SHOT_BYTES = 1 << 20  # of a sum over three ranks or more that is made in two shots (exchange.cu)
 SUMS = {torch.bfloat16: "sum_bfloat16", torch.float16: "sum_float16", torch.float32: "sum_float32"}
 
 
 class _Arguments(ctypes.Structure):
     _fields_ = (("x", c_void_p), ("out", c_void_p), ("buffers", c_void_p * MOST_RANKS), ("state", c_void_p),
                 ("totals", c_void_p), ("told", c_void_p), ("stop", c_void_p), ("bytes", c_uint64),
-                ("capacity", c_uint64), ("stride", c_uint64), ("rank", c_int), ("size", c_int))
+                ("capacity", c_uint64), ("stride", c_uint64), ("rank", c_int), ("size", c_int), ("shots", c_int))
 
 
 def buffer_bytes(size: int, capacity: int) -> int:
@@ -75,8 +76,9 @@ class Exchange:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x, which is written over x where that is contiguous."""
         x = x.contiguous()
+        size = self._arguments.size
         for part in self._chunks(x):
-            self._launch(SUMS[x.dtype], part)
+            self._launch(SUMS[x.dtype], part, shots=2 if size > 2 and part.nbytes >= TWO_SHOT_BYTES else 1)
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
@@ -101,9 +103,10 @@ class Exchange:
         run, count = x.view(-1), self._capacity // x.itemsize
         return [run[start:start + count] for start in range(0, len(run), count)]
 
-    def _launch(self, kernel: str, x: Tensor, out: int = 0, stride: int = 0) -> None:
+    def _launch(self, kernel: str, x: Tensor, out: int = 0, stride: int = 0, shots: int = 1) -> None:
         assert x.data_ptr() % 16 == 0, "runs begin at multiples of 16 bytes"
         arguments = self._arguments
         arguments.x, arguments.out, arguments.bytes, arguments.stride = x.data_ptr(), out, x.nbytes, stride
+        arguments.shots = shots
         blocks = min(BLOCKS, -(-x.nbytes // (16 * THREADS)))
         self._module.launch(kernel, max(1, blocks), THREADS, arguments)

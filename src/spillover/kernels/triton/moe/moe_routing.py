@@ -72,6 +72,13 @@ def most_tiles(pairs: int, experts: int, tile: int) -> int:
     return min(pairs, pairs // tile + min(experts, pairs))
 
 
+def count_by_rank(ids: Tensor, each: int, rows: Tensor) -> None:
+    """Add to rows int64 [ranks] how many of ids [T, k] are of each rank, which has `each` experts in turn."""
+    pairs = ids.numel()
+    _count_by_rank[(len(rows),)](ids, rows, pairs, EACH=each, CHUNK=min(_CHUNK, triton.next_power_of_2(pairs)),
+                                 num_warps=4)
+
+
 def combine(rows: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
     """Add up rows [T * k, H], shares [T, k] -> sum over j of shares[:, j] * rows[t * k + j], in the order of j."""
     tokens, k = shares.shape
@@ -162,6 +169,16 @@ def _sort(
         rank = tl.cumsum(mine.to(tl.int32), 0)
         tl.store(order_ptr + written + rank - 1, pair, mask=mine)
         written += tl.max(rank, 0)
+
+
+@triton.jit
+def _count_by_rank(ids_ptr, rows_ptr, pairs, EACH: tl.constexpr, CHUNK: tl.constexpr):
+    rank = tl.program_id(0)
+    total = tl.zeros((CHUNK,), tl.int32)
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        total += (tl.load(ids_ptr + pair, mask=pair < pairs, other=-EACH) // EACH == rank).to(tl.int32)
+    tl.store(rows_ptr + rank, tl.load(rows_ptr + rank) + tl.sum(total, 0))
 
 
 @triton.jit

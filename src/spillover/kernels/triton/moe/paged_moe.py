@@ -5,6 +5,8 @@ The products and the order of every sum are those of `moe.mixture`; only where a
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,8 @@ from spillover.kernels.cuda.mixture import cuda_gemm
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tiles
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
-from spillover.kernels.moe.page_table import PATIENCE, PageTable, Resolution
+from spillover.kernels.moe.moe import OwnExperts
+from spillover.kernels.moe.page_table import NONE, PATIENCE, PageTable, Resolution
 from spillover.kernels.triton.moe.moe import (
     FEW_TOKENS,
     pair_products,
@@ -21,7 +24,7 @@ from spillover.kernels.triton.moe.moe import (
     tile_room,
     wide,
 )
-from spillover.kernels.triton.moe.moe_routing import combine, route, sort_by_expert
+from spillover.kernels.triton.moe.moe_routing import combine, count_by_rank, route, sort_by_expert
 from spillover.kernels.triton.moe.moe_widen import wide_room, widen
 from spillover.kernels.triton.moe.paging import assign, collect, gather, gather_and_post, post, resolve
 
@@ -54,6 +57,28 @@ def paged_mixture(
     return passes.end(None if queue is None else (resolution, queue), patience)
 
 
+def own_mixture(
+    x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None,
+    own: OwnExperts, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
+) -> Tensor:
+    """Return the share of kernels.moe.moe.mixture that the rank's own experts have, of which the stacks are."""
+    if scores.shape[0] == 0:
+        return torch.empty_like(x)
+    passes = PassedMixture(x, scores, k, renormalize, first.gemm, second.width, limit, few_tokens, tiles, whole=False)
+    if own.rows is not None:
+        count_by_rank(passes.ids, len(own), own.rows)
+    passes.add(first, second, _own_slots(own.start, own.stop, scores.shape[1], x.device))
+    return passes.end()
+
+
+@cache
+def _own_slots(start: int, stop: int, experts: int, device: torch.device) -> Tensor:
+    """Return where each expert lies in stacks of those from `start` to `stop`, int32 [experts]."""
+    slots = torch.full((experts,), NONE, dtype=torch.int32)
+    slots[start:stop] = torch.arange(stop - start, dtype=torch.int32)
+    return slots.to(device)
+
+
 class PassedMixture:
     """As kernels.moe.paged_moe.Passes. Pairs are routed and sorted at the start, and summed at the end.
 
@@ -65,9 +90,10 @@ class PassedMixture:
     def __init__(
         self, x: Tensor, scores: Tensor, k: int, renormalize: bool, gemm: GroupedGemm, inner: int,
         limit: float | None = None, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
-        replay: tuple[Tensor, Tensor] | None = None,
+        replay: tuple[Tensor, Tensor] | None = None, whole: bool = True,
     ) -> None:
-        """Route, and sort. `replay`: as `moe_routing.route` takes it."""
+        """Route, and sort. `replay`: as `moe_routing.route` takes it. `whole`: every expert that is chosen comes in a
+        pass; else what others would add is left out."""
         tokens, experts = scores.shape
         self._limit, self._k, self._dtype = limit, k, x.dtype
         self._empty = torch.empty_like(x) if tokens == 0 else None
@@ -76,7 +102,7 @@ class PassedMixture:
         self._plain_x = x
         self._hosted: tuple[Resolution, HostExpertQueue] | None = None
         self._wide: tuple[Experts, Experts] | None = None
-        if tiles is None and wide(x, gemm, experts, k, inner):
+        if tiles is None and whole and wide(x, gemm, experts, k, inner):
             self._wide = wide_room(experts, x.shape[1], inner, x)
             gemm = self._wide[0].gemm
         if tiles is None:
@@ -93,6 +119,8 @@ class PassedMixture:
             self._tiles = tiles or gemm.many_tiles(tokens * k / experts)
             self._order, self._places = sort_by_expert(self.ids, experts, self._tiles[0].tokens)
             self._h, self._rows = tile_room(self._x, self.ids, width, x.dtype)
+        if not whole:
+            self._rows.zero_()
 
     def delegate(self, hosted: Tensor, layer: int, queue: HostExpertQueue) -> None:
         if self._empty is None:
