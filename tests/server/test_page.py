@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 
 from spillover.engine.output.outputs import DraftCounts
+from spillover.engine.parallel.report import RanksReport
 from spillover.engine.speculation.config import SpeculativeConfig
 from spillover.memory.spill.report import TierReport
 from spillover.server.app import make_app
@@ -154,6 +155,31 @@ def test_speculation_is_shown_where_it_is_on_and_what_is_simulated_says_so(brows
         for width in (400, 1400):
             browser.open(url, width=width)
             browser.wait("document.getElementById('positions').checkVisibility()")
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            assert [found for found in browser.evaluate(CONTRASTS) if found[0] < 4.5] == []
+    assert browser.problems == []
+
+
+def test_ranks_and_the_balance_of_their_experts_are_shown(browser: Chromium) -> None:
+    client = StubClient()
+    with stub_server(client) as url:
+        browser.open(url)
+        browser.wait("document.getElementById('state').textContent === 'ready'")
+        assert not browser.evaluate("document.getElementById('ranks').checkVisibility()")
+        client.stats = msgspec.structs.replace(client.stats, time=3.0, ranks=RanksReport(2, 67, 3_000_000, 0.5))
+        browser.wait("document.getElementById('ranks').checkVisibility()")
+        assert browser.evaluate("[...document.querySelectorAll('#ranks-numbers div')].map((d) => d.textContent)") == [
+            "meetings67", "given by rank 03.0 MB", "waited by rank 0500 ms"]
+        assert not browser.evaluate("document.getElementById('ranks-rows').checkVisibility()")
+        experts = RanksReport(4, 67, 3, 0.5, (40, 20, 20, 20))
+        client.stats = msgspec.structs.replace(client.stats, time=4.0, ranks=experts)
+        browser.wait("document.getElementById('ranks-rows').checkVisibility()")
+        assert browser.evaluate("[...document.querySelectorAll('#ranks-rows li')].map((li) => li.textContent)") == [
+            "40%0", "20%1", "20%2", "20%3"]
+        assert "the busiest rank has 1.60 times an even share" in browser.text("#ranks-title")
+        for width in (400, 1400):
+            browser.open(url, width=width)
+            browser.wait("document.getElementById('ranks-rows').checkVisibility()")
             assert browser.evaluate("document.documentElement.scrollWidth") <= width
             assert [found for found in browser.evaluate(CONTRASTS) if found[0] < 4.5] == []
     assert browser.problems == []

@@ -13,6 +13,7 @@ function show(live) {
   showTiers(live);
   showSources(live.sources);
   showSpeculation(live.speculation);
+  showRanks(live.ranks);
   showRequests(live);
 }
 

@@ -1,8 +1,10 @@
-"""The link between the device and host memory, as Prometheus reads it: who uses it, who waits, how busy it is."""
+"""What copies and ranks have moved, as Prometheus reads it: the link between the device and host memory, who uses it,
+who waits and how busy it is; and how often ranks met."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client.core import Metric
 
@@ -46,3 +48,11 @@ def rank_families(model: str, ranks: RanksReport) -> Iterator[Metric]:
         each.counter("expert_rows", "Rows that went to the rank's experts, with expert parallel.", (str(rank),), rows)
     yield from group
     yield from each
+
+
+def ranks_live(ranks: RanksReport) -> dict[str, Any] | None:
+    """Return the same for the page; None of one rank."""
+    if ranks.size == 1:
+        return None
+    return {"size": ranks.size, "calls": ranks.calls, "bytes": ranks.bytes, "seconds": ranks.seconds,
+            "expert_rows": list(ranks.expert_rows)}

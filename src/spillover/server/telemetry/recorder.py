@@ -18,6 +18,7 @@ import spillover
 from spillover.engine.output.output_processor import Answer
 from spillover.engine.requests.request import Request
 from spillover.memory.spill.report import TierReport
+from spillover.server.telemetry.link_metrics import ranks_live
 from spillover.server.telemetry.metrics import Metrics, TokenCounts, finish_reason
 from spillover.server.telemetry.speculation_metrics import speculation_live
 from spillover.server.telemetry.usage import Usage
@@ -177,6 +178,7 @@ class Recorder:
             "latency": _latency(self._latest),
             "tiers": [self._tier(name) for name in TIERS],
             "speculation": speculation_live(info.config.speculation if info is not None else None, totals),
+            "ranks": ranks_live(stats.ranks),
             "requests": [phases.row(now, phases.id in queued) for phases in shown[:SHOWN_REQUESTS]],
         }
 

@@ -322,17 +322,29 @@ void many_rows(const uint8_t* panel, const Rows& rows, const Output& out) {
                                           sums[row] + quad * 4, sums[row + 1] + quad * 4);
                 }
 #endif
-                for (; row < rows.M; row++) {
-                    float* sum = sums[row] + quad * 4;
+                if (row == rows.M) return;
+                const auto multiply_row = [&](int64_t row, int32x4_t (&products)[kDigits]) {
                     const Digits x(digits + row * kRecord);
-                    int32x4_t products[kDigits];
                     start(scales[row * rows.blocks], products);
                     unrolled<kPart * kPartGroups, kPartGroups>([&](auto i) {
                         constexpr int I = decltype(i)::value;
                         x.template add<I>(products, codes[I]);
                     });
+                };
+                const auto add_row = [&](int64_t row, const int32x4_t (&products)[kDigits]) {
+                    float* sum = sums[row] + quad * 4;
                     vst1q_f32(sum, channels.add(vld1q_f32(sum), products, scales[row * rows.blocks]));
+                };
+                // A row is added to its sums while the products of the next are made: what waits for a sum would
+                // fill the cores' queues otherwise, and products wait behind it.
+                int32x4_t waiting[kDigits], products[kDigits];
+                multiply_row(row, waiting);
+                for (row++; row < rows.M; row++) {
+                    multiply_row(row, products);
+                    add_row(row - 1, waiting);
+                    for (int d = 0; d < kDigits; d++) waiting[d] = products[d];
                 }
+                add_row(row - 1, waiting);
             });
         }
     }
