@@ -42,6 +42,7 @@ class CudaTransfers:
         self._driver = cuda_driver()
         self._context = self._driver.context(device.index or 0)
         self._table = self._driver.table()
+        self._library = native.library()  # compiled now, where nobody waits for a copy
         self.pool = pool or HostPool(CudaPinner(device.index or 0))
         self.queue = LinkQueue(duplex=True, rate=RATE)
         self.device = device
@@ -128,10 +129,10 @@ class CudaTransfers:
         stream = self._streams[priority].cuda_stream
         with self.queue.turn(Turn(priority, int(sizes.sum()))):
             gate = self._gate(priority) if priority is Priority.RESTORE and self._may_hold_up() else 0
-            library = native.library()
-            if library is not None:
-                code = library.cuda_copy(ctypes.byref(self._table), self._context, gate or None, targets.ctypes.data,
-                                         sources.ctypes.data, sizes.ctypes.data, len(sizes), stream, done, pinned)
+            if self._library is not None:
+                code = self._library.cuda_copy(
+                    ctypes.byref(self._table), self._context, gate or None, targets.ctypes.data, sources.ctypes.data,
+                    sizes.ctypes.data, len(sizes), stream, done, pinned)
                 if code:
                     raise RuntimeError(f"a copy over the link failed with CUDA error {code}")
             else:
