@@ -161,14 +161,6 @@ def test_experts_are_dealt_out(name: str, prompts: list[list[int]], tmp_path: Pa
         assert min(rows) > 0, "each rank has experts that were asked for"
 
 
-def test_experts_that_are_dealt_out_are_not_paged(tmp_path: Path) -> None:
-    folder, flags = starved.write_config(tmp_path, "qwen3-moe"), {"device": "cuda", "dtype": "bfloat16", **TWO}
-    smallest = starved.least(folder, weights="experts", **flags)
-    with pytest.raises(SpilloverError, match="--enable-expert-parallel on CUDA is for experts that fit"):
-        starved.answer(folder, starved.prompts(1), gpu_memory=str(smallest), weights="experts",
-                       enable_expert_parallel=True, **flags)
-
-
 def test_bits_do_not_depend_on_the_schedule(prompts: list[list[int]], tmp_path: Path) -> None:
     """In bfloat16, sampled in several ways, with drafts, one by one and together."""
     folder = save_checkpoint(tiny_model("llama", seed=3)[0], tmp_path)

@@ -103,9 +103,14 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     }
     return r;
 }
-static inline float half_of(unsigned v, int i) { uint16_t bits = v >> (16 * i); _Float16 h; memcpy(&h, &bits, 2); return (float)h; }
+#if defined(__aarch64__)
+typedef __fp16 half_type;  // g++ 12 has no _Float16 in C++ there
+#else
+typedef _Float16 half_type;
+#endif
+static inline float half_of(unsigned v, int i) { uint16_t bits = v >> (16 * i); half_type h; memcpy(&h, &bits, 2); return (float)h; }
 static inline unsigned to_half2(float a, float b) {
-    _Float16 low = (_Float16)a, high = (_Float16)b;
+    half_type low = (half_type)a, high = (half_type)b;
     uint16_t x, y;
     memcpy(&x, &low, 2), memcpy(&y, &high, 2);
     return x | (unsigned)y << 16;

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # the server's front reads reports, and does without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ _NAMES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
     (NORMS, r"add_rms_norm"),
     (ROPE_STORE, r"rope|store_kv|rms_norm"),
     (PAGING, r"_resolve|_assign|_gather_or_post|_post\b|_collect|_await"),
-    (ROUTER, r"^_route|^_sort\b|bincount"),
+    (ROUTER, r"^_route|^_sort\b|^_count_by_rank|bincount"),
     (SUM, r"_combine|index_add"),
     (EXPERTS, r"expert|moe|mixture|_widen"),
     (SAMPLING, r"^_(peaks|sums|pick|keep_likely)\b|sampling"),

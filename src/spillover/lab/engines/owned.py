@@ -17,6 +17,8 @@ from spillover.errors import SpilloverError
 from spillover.lab.engines.base import CacheReset, Engine, EngineFailed, EngineSpec, Missing, Running
 from spillover.lab.engines.process import ServerProcess, environment, free_port, is_foreign, status_of
 
+ENDING_SECONDS = 2.0  # for one that crashes to be gone: its sockets close first, and then its memory may be dumped
+
 
 class OwnedEngine(Engine):
     """A subclass says what to run, which page tells its health, and how it forgets its cache."""
@@ -66,7 +68,7 @@ class OwnedEngine(Engine):
             return
         self._process.check()
         if status_of(self._process.url + self.HEALTH, timeout=30) != 200:
-            self._process.check()  # it may have ended while it was asked
+            self._process.check(patience=ENDING_SECONDS)
             raise EngineFailed("crash", f"{self.kind} lives but no longer answers {self.HEALTH} with 200",
                                self._process.tail())
 

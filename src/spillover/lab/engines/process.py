@@ -90,10 +90,14 @@ class ServerProcess:
         assert self._process is not None, "the server was not started"
         return self._process.pid
 
-    def check(self, starting: bool = False) -> None:
-        """Raise `EngineFailed` with the reason if the process has ended. One that was never healthy has not crashed: it
-        did not start, be it that it refused what was asked."""
-        if self._process is None or self._process.poll() is None:
+    def check(self, starting: bool = False, patience: float = 0.0) -> None:
+        """Raise `EngineFailed` with the reason if the process has ended, or ends within `patience` seconds. One that
+        was never healthy has not crashed: it did not start, be it that it refused what was asked."""
+        if self._process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        if self._process.returncode is None:
             return
         self._failed = True
         kills = oom_kills()
