@@ -120,13 +120,34 @@ template <class Code>
 struct Ahead {
     const Code *keys, *values;
 
-    // Of the elements of both, in the order of their fetching.
-    void fetch(int64_t element) const {
+    // COUNT elements of both, from `first` on in the order of their fetching: every line once.
+    template <int64_t COUNT>
+    void fetch(int64_t first) const {
         constexpr int64_t kLine = 64 / sizeof(Code);
-        const int64_t line = element / kLine;
-        __builtin_prefetch((line % 2 ? values : keys) + line / 2 * kLine);
+        if (COUNT < kLine && first % kLine != 0) return;
+        for (int64_t element = first; element < first + COUNT; element += kLine) {
+            const int64_t line = element / kLine;
+            __builtin_prefetch((line % 2 ? values : keys) + line / 2 * kLine);
+        }
     }
 };
+
+// Vectors that are summed side by side for R rows, at most `most`: one sum alone would wait for itself, four cycles each
+// time that it is added to.
+constexpr int together(int R, int most) {
+    const int vectors = R <= 3 ? 4 : R <= 6 ? 2 : 1;
+    return vectors < most ? vectors : most;
+}
+
+// body(c, std::integral_constant<int, C>) for the vectors of W lanes in [0, size), from c on C of them at a time.
+template <int W, int C, class Body>
+inline __attribute__((always_inline)) void in_vectors(int64_t size, Body body) {
+    int64_t c = 0;
+    for (; c + C * W <= size; c += C * W) body(c, std::integral_constant<int, C>{});
+    if constexpr (C > 1) {
+        for (; c < size; c += W) body(c, std::integral_constant<int, 1>{});
+    }
+}
 
 // scores [bs / W][R][W] = q K^T; q [D][R], keys [D][bs].
 template <class Pool, int W, int R>
@@ -134,21 +155,27 @@ void score(const float* q, const typename Pool::Code* keys, Ahead<typename Pool:
            int64_t D) {
     typedef typename Vec<W>::F F;
     constexpr int kVectorsPerLine = !Pool::kScaled ? 1 : W < 8 ? 8 : 64 / W;  // D is a multiple of 8
-    for (int64_t c = 0; c < bs; c += W) {
-        F acc[R] = {};
+    in_vectors<W, together(R, 16 / W)>(bs, [&](int64_t c, auto count) {
+        constexpr int C = decltype(count)::value;
+        F acc[C][R] = {};
         for (int64_t d = 0; d < D; d += kVectorsPerLine) {
-            next.fetch(c * D + d * W);
+            next.template fetch<C * W * kVectorsPerLine>(c * D + d * C * W);
             for (int i = 0; i < kVectorsPerLine; i++) {
-                const F k = Pool::template load<W>(keys + (d + i) * bs + c);
-                for (int r = 0; r < R; r++) acc[r] += k * q[(d + i) * R + r];
+                for (int v = 0; v < C; v++) {
+                    const F k = Pool::template load<W>(keys + (d + i) * bs + c + v * W);
+                    for (int r = 0; r < R; r++) acc[v][r] += k * q[(d + i) * R + r];
+                }
             }
         }
-        if constexpr (Pool::kScaled) {
-            const F scale = load<W>(scales<Pool>(keys, bs, D) + c) * Pool::kUnit;
-            for (int r = 0; r < R; r++) acc[r] *= scale;
+        for (int v = 0; v < C; v++) {
+            const int64_t at = c + v * W;
+            if constexpr (Pool::kScaled) {
+                const F scale = load<W>(scales<Pool>(keys, bs, D) + at) * Pool::kUnit;
+                for (int r = 0; r < R; r++) acc[v][r] *= scale;
+            }
+            for (int r = 0; r < R; r++) store<W>(scores + at * R + r * W, acc[v][r]);
         }
-        for (int r = 0; r < R; r++) store<W>(scores + c * R + r * W, acc[r]);
-    }
+    });
 }
 
 // Turns scores into weights e^(score - peak), times the scales of the values; leaves in `shrink` what the former
@@ -193,26 +220,31 @@ template <class Pool, int W, int R>
 void gather(const float* weights, const typename Pool::Code* values, Ahead<typename Pool::Code> next,
             const float* shrink, float* out, int64_t ws, Visible tokens, int64_t bs, int64_t D) {
     typedef typename Vec<W>::F F;
-    constexpr int64_t kFetched = !Pool::kScaled ? W : 64;  // a line of codes is several vectors
-    for (int64_t c = 0; c < D; c += W) {
-        F acc[R];
-        const bool fetch = c % kFetched == 0;
-        for (int r = 0; r < R; r++) acc[r] = load<W>(out + r * D + c) * shrink[r];
+    in_vectors<W, together(R, 4)>(D, [&](int64_t c, auto count) {
+        constexpr int C = decltype(count)::value;
+        F acc[C][R];
+        for (int v = 0; v < C; v++) {
+            for (int r = 0; r < R; r++) acc[v][r] = load<W>(out + r * D + c + v * W) * shrink[r];
+        }
         for (int64_t j = tokens.first; j <= tokens.last;) {
             const float* w = weights + j / ws * ws * R + j % ws;
             const int64_t end = smaller(tokens.last + 1, (j / ws + 1) * ws);
             for (; j < end; j++, w++) {
-                const F v = Pool::template load<W>(values + j * D + c);
-                if (fetch) next.fetch(bs * D + c * bs + j * kFetched);
-                if (ws == kLanes) {
-                    for (int r = 0; r < R; r++) acc[r] += v * w[r * kLanes];
-                } else {
-                    for (int r = 0; r < R; r++) acc[r] += v * w[r * ws];
+                next.template fetch<C * W>(bs * D + c * bs + j * C * W);
+                for (int v = 0; v < C; v++) {
+                    const F value = Pool::template load<W>(values + j * D + c + v * W);
+                    if (ws == kLanes) {
+                        for (int r = 0; r < R; r++) acc[v][r] += value * w[r * kLanes];
+                    } else {
+                        for (int r = 0; r < R; r++) acc[v][r] += value * w[r * ws];
+                    }
                 }
             }
         }
-        for (int r = 0; r < R; r++) store<W>(out + r * D + c, acc[r]);
-    }
+        for (int v = 0; v < C; v++) {
+            for (int r = 0; r < R; r++) store<W>(out + r * D + c + v * W, acc[v][r]);
+        }
+    });
 }
 
 template <class Pool>

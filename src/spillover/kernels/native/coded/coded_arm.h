@@ -224,7 +224,6 @@ void one_row(const uint8_t* panel, const Rows& rows, const Output& out) {
     const Scale* scale = rows.scales;
     Place<Form> at(panel, rows.unit);
     for (int64_t b = 0; b < rows.blocks; b++, at.next(), digits += kRecord, scale++) {
-        at.ask_ahead();
         const Digits x(digits);
 #pragma GCC unroll 4
         for (int64_t quad = 0; quad < kQuads; quad += kTogether) {
@@ -299,7 +298,6 @@ void many_rows(const uint8_t* panel, const Rows& rows, const Output& out) {
     const auto* digits = reinterpret_cast<const int8_t*>(rows.digits);
     Place<Form> at(panel, rows.unit);
     for (int64_t b = 0; b < rows.blocks; b++, at.next(), digits += rows.M * kRecord) {
-        at.ask_ahead();
         const Scale* scales = rows.scales + b;
         for (int64_t quad = 0; quad < kQuads; quad++) {
             int8x16_t codes[kGroups];
