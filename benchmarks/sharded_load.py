@@ -27,6 +27,9 @@ from typing import Any
 import psutil
 from host_pool_processes import OwnerProcess
 
+from spillover.bench.provenance import provenance
+from spillover.plan.hardware import probe
+
 SHAPE = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16,
          "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048}
 ENGINE = """
@@ -208,8 +211,9 @@ def main() -> None:
     parser.add_argument("--folder", help="where the checkpoint is written for the time: on a disk")
     parser.add_argument("--output-json", type=Path)
     arguments = parser.parse_args()
-    result = measure(arguments)
-    result["command"] = " ".join(["python", "benchmarks/sharded_load.py", *sys.argv[1:]])
+    machine = probe()
+    result = {**provenance({"cpu": machine.cpu, "cores": machine.cores, "device": "cpu"}),
+              "command": " ".join(["python", "benchmarks/sharded_load.py", *sys.argv[1:]]), **measure(arguments)}
     print(json.dumps(result, indent=2))
     if arguments.output_json is not None:
         arguments.output_json.write_text(json.dumps(result, indent=2) + "\n")

@@ -125,7 +125,7 @@ def run(week: str, scale: str, engine: str, model: str | None, load_format: str,
       spill course run 7
       spill course run 1 --engine vllm
       spill course run all --scale cpu
-      spill course run 1,3,10 --scale gpu --load-format dummy --gpu-memory 30GB --prompts 32 --limit 60s
+      spill course run 1,3,10 --scale gpu --load-format dummy --gpu-memory 30GB --prompts 32 --limit 5min
     """
     from spillover.course.book import write_book
     from spillover.course.runs import CourseRun
