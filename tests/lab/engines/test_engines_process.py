@@ -105,6 +105,14 @@ def test_where_memory_runs_out_the_kernel_takes_the_engine_rather_than_the_lab(t
         assert score(os.getpid()) < process_module.OOM_SCORE_ADJ
 
 
+def test_an_engine_and_what_it_starts_let_the_client_go_first(tmp_path: Path) -> None:
+    with engine(children=tmp_path / "children") as stub:
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in stub.pids()} == {process_module.NICE}
+        group = Path(f"/proc/{stub.running.pid}/autogroup")
+        assert not group.exists() or group.read_text().endswith(f" nice {process_module.NICE}\n")
+    assert os.getpriority(os.PRIO_PROCESS, 0) < process_module.NICE
+
+
 def test_an_engine_that_will_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "STOP_SECONDS", 0.3)
     with engine(then="stubborn") as stub:
