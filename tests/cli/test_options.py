@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from spillover.cli.main import SpillGroup, main
 from spillover.cli.options import engine_options, engine_sweep_options
+from spillover.engine import vllm_flags
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 
@@ -77,6 +79,19 @@ def test_an_unknown_option_gets_the_nearest_one(group: click.Group) -> None:
     assert result.exit_code == 2
     assert result.stderr == "spill: No such option --max-num-seq; did you mean --max-num-seqs?\n"
     assert "did you mean 'many'" in invoke("manny", group=group).stderr
+
+
+def test_a_flag_of_vllms_server_gets_what_to_use_instead(group: click.Group) -> None:
+    result = invoke("one", "--pipeline-parallel-size", "2", group=group)
+    assert result.exit_code == 2
+    assert result.stderr == ("spill: vLLM's --pipeline-parallel-size is not supported here: layers are not divided "
+                             "among devices; use --tensor-parallel-size, which divides every layer\n")
+    options = {name for param in group.commands["one"].params for name in param.opts}
+    for name in vllm_flags._KNOWN:  # none is a flag here, and what is said names flags that are
+        assert name not in EngineConfig.__dataclass_fields__
+        instead = vllm_flags.instead_of("--" + name.replace("_", "-")) or ""
+        assert set(re.findall(r"--[a-z-]+", instead)) <= options, instead
+        assert not re.search(r"[a-z]_[a-z]|=", instead), instead
 
 
 def test_a_model_is_given_once_by_either_way(group: click.Group, seen: list[Any]) -> None:

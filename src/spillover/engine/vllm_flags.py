@@ -3,6 +3,7 @@ use instead."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ _NO_CODE = "no code of a checkpoint is ever run; leave it out"
 _FOLDER = "give the folder of that revision as the model"
 _GRAMMARS = "structured outputs have one backend; leave it out"
 _BY_ITSELF = "there is no such switch; leave it out"
+
+# In what is said: gpu_memory='20GB', enforce_eager=True, tensor_parallel_size.
+_KEYWORD = re.compile(r"\b([a-z]+(?:_[a-z]+)+|disk(?==)|remote(?==))(?:='([^']*)'|=True)?")
 
 # Keyword -> the values that change nothing here, and what to say of others. None is always taken.
 _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -42,7 +46,6 @@ _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((False,), _ADAPTERS),
     "max_loras": ((), _ADAPTERS),
     "max_lora_rank": ((), _ADAPTERS),
-    "speculative_model": ((), "use speculative_config={'method': 'ngram'} or {'method': 'suffix'}"),
     "limit_mm_per_prompt": (({},), _TEXT),
     "mm_processor_kwargs": (({},), _TEXT),
     "enable_sleep_mode": ((False, True), _BY_ITSELF),
@@ -54,7 +57,7 @@ _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "cuda_graph_sizes": (([],), _COMPILED),
     "guided_decoding_backend": (("auto", "guidance"), _GRAMMARS),
     "structured_outputs_config": (({},), _GRAMMARS),
-    "logits_processors": (([],), "use logit_bias or structured_outputs of SamplingParams"),
+    "logits_processors": (([],), "a request may have a logit bias or structured outputs"),
 }
 
 
@@ -66,3 +69,12 @@ def may_be_left_out(name: str, value: Any) -> bool:
     if value is not None and value not in harmless:
         raise SpilloverError(f"vLLM's {name}={value!r} is not supported here: {instead}")
     return True
+
+
+def instead_of(flag: str) -> str | None:
+    """Return what to use instead of a flag of vLLM's server, such as --swap-space; None of one that is not known."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if name not in _KNOWN:
+        return None
+    return _KEYWORD.sub(lambda found: "--" + found[1].replace("_", "-") + (f" {found[2]}" if found[2] else ""),
+                        _KNOWN[name][1])
