@@ -126,6 +126,15 @@ def test_tiers_say_what_they_hold_and_what_moved(browser: Chromium) -> None:
     assert browser.problems == []
 
 
+def check_layout(browser: Chromium, url: str, shown: str) -> None:
+    """Check that the page with the element `shown` fits narrow and wide windows and can be read."""
+    for width in (400, 1400):
+        browser.open(url, width=width)
+        browser.wait(f"document.getElementById('{shown}').checkVisibility()")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        assert [found for found in browser.evaluate(CONTRASTS) if found[0] < 4.5] == []
+
+
 def test_speculation_is_shown_where_it_is_on_and_what_is_simulated_says_so(browser: Chromium) -> None:
     client = StubClient()
     numbers = "[...document.querySelectorAll('#speculation-numbers div')].map((div) => div.textContent)"
@@ -152,11 +161,7 @@ def test_speculation_is_shown_where_it_is_on_and_what_is_simulated_says_so(brows
         assert [text for text in browser.evaluate(numbers) if "(simulated)" in text] == [
             "tokens per pass (simulated)2.30", "accepted (simulated)13", "wasted (simulated)17"]
         assert "(simulated)" in browser.text("#positions-title")
-        for width in (400, 1400):
-            browser.open(url, width=width)
-            browser.wait("document.getElementById('positions').checkVisibility()")
-            assert browser.evaluate("document.documentElement.scrollWidth") <= width
-            assert [found for found in browser.evaluate(CONTRASTS) if found[0] < 4.5] == []
+        check_layout(browser, url, "positions")
     assert browser.problems == []
 
 
@@ -177,11 +182,7 @@ def test_ranks_and_the_balance_of_their_experts_are_shown(browser: Chromium) -> 
         assert browser.evaluate("[...document.querySelectorAll('#ranks-rows li')].map((li) => li.textContent)") == [
             "40%0", "20%1", "20%2", "20%3"]
         assert "the busiest rank has 1.60 times an even share" in browser.text("#ranks-title")
-        for width in (400, 1400):
-            browser.open(url, width=width)
-            browser.wait("document.getElementById('ranks-rows').checkVisibility()")
-            assert browser.evaluate("document.documentElement.scrollWidth") <= width
-            assert [found for found in browser.evaluate(CONTRASTS) if found[0] < 4.5] == []
+        check_layout(browser, url, "ranks-rows")
     assert browser.problems == []
 
 

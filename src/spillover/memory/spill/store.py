@@ -22,7 +22,8 @@ from spillover.memory.spill.direct import DirectCopies, DirectIn
 from spillover.memory.spill.host import Entry, HostCache, Slots
 from spillover.memory.spill.loads import CopyEnd, Fetch, Load, LoadState, Search
 from spillover.memory.spill.report import TierReport
-from spillover.memory.spill.store_report import HostReport, TierRates, tier_reports
+from spillover.memory.spill.store_report import HostReport, tier_reports
+from spillover.memory.spill.tier_rates import TierRates
 from spillover.memory.spill.write_down import WriteDown
 from spillover.memory.tiers.base import Tier
 from spillover.memory.transfer.link import DeviceLink
@@ -338,7 +339,7 @@ class SpillStore:
         """Take loads as far as they can go."""
         for copy, seconds in self.copies.take_in():
             if seconds:
-                self.rates.observe("host", len(copy.blocks) * self.link.slot_bytes / seconds)
+                self.rates.observe("host", len(copy.blocks) * self.link.slot_bytes, seconds)
             self._end(copy.loads, LoadState.FAILED if seconds is None else LoadState.DONE)
         for direct in self.direct.take_in():
             self._take_direct(direct)
@@ -357,8 +358,7 @@ class SpillStore:
         self._below.answered(tier, key, ok)
         if ok:
             self._below.ask(key)  # has the last tier it, too?
-            seconds = max(1e-6, copy.ticket.at - copy.started)
-            self.rates.observe(tier.name, copy.place * self.link.slot_bytes / seconds)
+            self.rates.observe(tier.name, copy.place * self.link.slot_bytes, copy.ticket.at - copy.started)
         lower = None if ok else self._further(key, tier)
         if lower is None:
             self._end([load], LoadState.DONE if ok else LoadState.FAILED)
@@ -381,8 +381,8 @@ class SpillStore:
                     continue
                 if ok:
                     self._below.ask(fetch.entry.key)  # a tier that is nearer had it: has the last one, too?
-                    seconds = max(1e-6, fetch.ticket.at - fetch.started)  # not now: a step may have run meanwhile
-                    self.rates.observe(fetch.tier.name, fetch.place * self.link.slot_bytes / seconds)
+                    seconds = fetch.ticket.at - fetch.started  # not now: a step may have run meanwhile
+                    self.rates.observe(fetch.tier.name, fetch.place * self.link.slot_bytes, seconds)
                 safe = not self._below.doubted(fetch.entry.key)
                 if ok and safe:
                     self._writes.promote(fetch.entry, fetch.tier)

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spillover.memory.spill.report import TierReport
 from spillover.memory.tiers.base import Tier
 
 LinkRates = Mapping[str, tuple[float | None, float | None]]  # tier -> measured bytes a second towards it, and from it
-
-
-class TierRates(dict[str, float]):
-    """Bytes per second that loads from each tier reach."""
-
-    def seconds(self, tiers: Iterable[str], nbytes: int) -> float:
-        """Return how long a load that passes these tiers takes, as far as is known."""
-        return nbytes / min(self.get(tier, 1e9) for tier in tiers)
-
-    def observe(self, tier: str, rate: float) -> None:
-        """Note a load: a faster one counts at once; a slower one may only have waited, and counts little."""
-        known = self.get(tier, 0.0)
-        self[tier] = rate if rate > known else known + 0.05 * (rate - known)
 
 
 @dataclass

@@ -13,7 +13,6 @@ constexpr int64_t kColumns = 32;                         // of a block
 constexpr int64_t kDigits = 3;
 constexpr int64_t kByteVectors = 8;                      // of half a block's codes, as bytes: 4 columns of 16 channels each
 constexpr int64_t kMostRows = 128;                       // that are multiplied with a panel at once
-constexpr int64_t kAhead = 4096;                         // bytes of a panel that are asked for before they are needed
 
 // A panel is units of one or more blocks. A unit is its head, numbers of which there is one a channel, and its blocks; a
 // block is numbers of the same kind, and codes, half of the channels after half.
@@ -162,11 +161,6 @@ struct Place {
     }
 
     const uint8_t* codes(int64_t half) const { return block + Form::Numbers::kBytes + half * Form::Codes::kVectors * 64; }
-
-    void ask_ahead() const {
-#pragma GCC unroll 17
-        for (int64_t line = 0; line < Form::kBytes; line += 64) __builtin_prefetch(block + kAhead + line, 0, 2);
-    }
 
   private:
     int64_t unit, left;
