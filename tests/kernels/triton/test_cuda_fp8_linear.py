@@ -95,7 +95,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(blocked: bool) -> None:
     x = inputs(2, 70, inner)
     whole = fp8_linear(x, values, scales, cut=Cut(64))
     assert_near(whole, rounded(x, blocked), weight(values, scales))
-    for rows, cut in ((1, FewCut(8, 1, True, True, 5)), (3, FewCut(8, 1, False, True, 2)), (8, None),
+    for rows, cut in ((1, FewCut(8, 1, True, True, 3)), (3, FewCut(8, 1, False, True, 2)), (8, None),
                       (20, FewCut(32, 2)), (40, FewCut(64, 1, True, resident=3)), (40, FewCut(64, 2)),
                       (40, Cut(136, 1)), (70, Cut(40, 1)), (70, None)):
         first = 70 - rows
@@ -104,7 +104,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(blocked: bool) -> None:
 
 @pytest.mark.parametrize("blocked", [False, True], ids=["rows", "blocks"])
 @pytest.mark.parametrize(("rows", "cut"), [
-    (3, FewCut(8, 1, True, True, 5)), (40, FewCut(64, 2)), (40, Cut(64)), (40, Cut(224, 1))])
+    (3, FewCut(8, 1, True, True, 3)), (40, FewCut(64, 2)), (40, Cut(64)), (40, Cut(224, 1))])
 def test_a_gate_is_applied_to_rounded_products(rows: int, cut: Cut | FewCut, blocked: bool) -> None:
     values, scales = made(3, 256, 1024, blocked)
     x, bias = inputs(4, rows, 1024, torch.float16), inputs(5, 1, 256, torch.float16)[0]
@@ -151,7 +151,7 @@ def test_every_cut_fits_an_h200() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> None:
     """Kernels that move registers begin with as many as that counts on."""
-    for cut, blocked in ((Cut(128), True), (Cut(224), False), (FewCut(8, 1, True, True, 5), False),
+    for cut, blocked in ((Cut(128), True), (Cut(224), False), (FewCut(8, 1, True, True, 3), False),
                          (FewCut(64, 2), True), (FewCut(64, 1, True, resident=3), False)):
         done = subprocess.run(
             ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v",

@@ -54,23 +54,35 @@ DEV u32 less_zero(u32 zero) {
     if (X_BF16 && BITS == 8) return rounded(128.0f - (float)zero, 128.0f - (float)zero);  // see operand
     return (BASE | 0x80008000u) | zero * 0x00010001u;
 }
+// factor * (byte `which` of a word), exact as float16 times 8 bits fits into float32: the byte becomes the low bits of 2**23,
+// which the sum takes away again. SIGNED bytes become 128 more by their top bit.
+DEV float times_byte(float factor, u32 word, int which) {
+    constexpr float LARGE = 8388608.0f;
+    if (SCALES == SIGNED) word ^= 0x80808080u;
+    float product = fmaf(factor, __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440 + which)), -factor * LARGE);
+    return SCALES == SIGNED ? fmaf(factor, -128.0f, product) : product;
+}
 DEV Group read_group(const u8* tile, int group, int g) {
     Group r;
     const u8* at = tile + CODE_BYTES + FACTOR_BYTES + (group * 8 + g) * PAIR_BYTES;
     u32 zeros = ZEROS ? *(const u16*)(tile + ZEROS_AT + (group * 8 + g) * 2) : 0;
+    uint2 two = make_uint2(0, 0), factors = make_uint2(0, 0);  // of the lane's first channel, and of its second
+    if (SCALES == SINGLE || SCALES == PAIR) two = *(const uint2*)at;
+    else if (SCALES == SUPER) two.x = *(const u32*)at, factors = *(const uint2*)(tile + CODE_BYTES + g * 8);
+    else if (SCALES == SIGNED) two.x = *(const u16*)at, factors.x = *(const u32*)(tile + CODE_BYTES + g * 4);
+    else two.x = *(const u32*)at;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
+        const u32 own = i ? two.y : two.x, factor = i ? factors.y : factors.x;
         r.less[i] = less_zero(ZEROS ? zeros >> 8 * i & 255 : 1 << (BITS - 1));
         r.offset[i] = 0;
-        if (SCALES == HALF) r.scale[i] = from_half(((const u16*)at)[i]);
-        if (SCALES == BFLOAT) r.scale[i] = __uint_as_float((u32)((const u16*)at)[i] << 16);
-        if (SCALES == SINGLE) r.scale[i] = ((const float*)at)[i];
-        if (SCALES == PAIR) r.scale[i] = from_half(((const u16*)at)[2 * i]), r.offset[i] = from_half(((const u16*)at)[2 * i + 1]);
-        if (SCALES == SUPER) {
-            const u16* factor = (const u16*)(tile + CODE_BYTES + g * 8 + i * 4);
-            r.scale[i] = from_half(factor[0]) * (float)at[2 * i], r.offset[i] = from_half(factor[1]) * (float)at[2 * i + 1];
-        }
-        if (SCALES == SIGNED) r.scale[i] = from_half(((const u16*)(tile + CODE_BYTES + g * 4))[i]) * (float)((const signed char*)at)[i];
+        if (SCALES == HALF) r.scale[i] = from_half(two.x >> 16 * i & 0xFFFF);
+        if (SCALES == BFLOAT) r.scale[i] = __uint_as_float(i ? two.x & 0xFFFF0000u : two.x << 16);
+        if (SCALES == SINGLE) r.scale[i] = __uint_as_float(own);
+        if (SCALES == PAIR) r.scale[i] = from_half(own & 0xFFFF), r.offset[i] = from_half(own >> 16);
+        if (SCALES == SUPER)
+            r.scale[i] = times_byte(from_half(factor & 0xFFFF), two.x, 2 * i), r.offset[i] = times_byte(from_half(factor >> 16), two.x, 2 * i + 1);
+        if (SCALES == SIGNED) r.scale[i] = times_byte(from_half(factors.x >> 16 * i & 0xFFFF), two.x, i);
         // Codes are taken from half of their range, and the offset with them.
         if (OFFSETS) r.offset[i] = fmaf(r.scale[i], (float)MIDDLE, r.offset[i]);
     }

@@ -30,7 +30,7 @@ SHORTEST = 2  # steps of a chunk
 QUANTIZERS = 512  # threads
 SHARED = 226 << 10  # bytes of a multiprocessor's shared memory
 OWN_SHARED = 1 << 10  # that a block takes besides what it asks for
-OWN_ROWS = {False: 0, True: 2}  # by `blocked`: up to which each block rounds rows of x itself
+OWN_ROWS = {False: 1, True: 2}  # by `blocked`: up to which each block rounds rows of x itself
 FEW_ROWS = 64  # up to which weights are the left operand
 FILLED = 132  # multiprocessors that a block each keeps busy
 PIECE_ROWS = 4096  # that are rounded and multiplied at a time
@@ -222,7 +222,7 @@ def few_cuts(rows: int, shape: Shape, processors: int) -> tuple[FewCut, ...]:
     with the shapes of Llama-3.1-8B: the chunks of a tile over a cluster where tiles are few."""
     found: list[FewCut] = []
     if rows <= OWN_ROWS[shape.blocked]:
-        found = [FewCut(8, 1, True, True, resident) for resident in (5, 3, 2)]
+        found = [FewCut(8, 1, True, True, resident) for resident in (3, 2)]
         wide = shape.channels >= 2 * UNIT * FILLED or shape.chunks == 1
         found.insert(0 if wide else len(found), FewCut(8, 1, False, True, 2))
     width = 32 if rows <= 32 else 64

@@ -12,6 +12,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from triton import knobs
+
+from spillover.kernels.cuda.driver.compiled import prefer_shared_memory
 
 ALLOWED = True
 # Arguments for the launch of kernels that must agree to the bit with others: no product and sum become one instruction
@@ -24,6 +27,17 @@ def early(device: torch.device, wanted: bool = True) -> dict[str, Any]:
     if wanted and ALLOWED and device.type == "cuda" and _capable(device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
+
+
+def _loaded(module: Any, function: int, *_: Any) -> None:
+    """Have a kernel run beside larger ones. A multiprocessor divides its memory between shared memory and the first
+    cache, and changes that only when nothing runs on it: behind a kernel that was given little shared memory, as Triton
+    leaves those of up to 48 KiB, the blocks of the next one, which need more, find no room until it has ended."""
+    if not torch.version.hip:
+        prefer_shared_memory(function)
+
+
+knobs.runtime.kernel_load_end_hook.add(_loaded)
 
 
 @cache

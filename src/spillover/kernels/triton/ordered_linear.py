@@ -31,7 +31,7 @@ FEW = 16  # rows
 AHEAD_ROWS = 8  # most rows of a product whose programs load all of their weights ahead
 AHEAD_BYTES = 64 << 10  # most of a program's weights that are
 AHEAD_WARPS = 4
-AHEAD_PROGRAMS = 270  # most of a launch, if that allows a program fewer channels
+AHEAD_PROGRAMS = 400  # most of a launch, if that allows a program fewer channels
 ARRIVALS = 1 << 16  # tiles of a launch whose chunks have programs of their own, at most
 BAND = 8  # tiles of rows that run side by side on the same channels, for the cache
 

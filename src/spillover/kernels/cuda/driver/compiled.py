@@ -39,6 +39,11 @@ class _Config(ctypes.Structure):
                 ("attributes", c_void_p), ("num_attributes", c_uint))
 
 
+def prefer_shared_memory(function: int) -> None:
+    """Have multiprocessors that run a kernel divide their memory so that shared memory has the most there can be."""
+    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(c_void_p(function), _SHARED_SHARE, 100)
+
+
 class Module:
     """The kernels of one source on one device. Each takes one structure. `shared`: bytes a launch may ask for."""
 
