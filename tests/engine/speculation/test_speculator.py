@@ -42,6 +42,20 @@ def test_costs_are_interpolated_never_fall_and_forget_outliers() -> None:
     assert above.seconds(np.array([16.0]))[0] == pytest.approx(3.0 + 1.0)
 
 
+def test_few_rows_are_not_free_where_only_prompts_were_measured() -> None:
+    prompts = StepCosts()
+    decodes = StepCosts(prompts)
+    drafts = StepCosts(decodes)
+    decodes.note(1, 1.0)
+    assert drafts.at(9) == 1.0  # nothing tells more
+    for _ in range(2):
+        prompts.note(64, 8.0)
+        prompts.note(128, 16.0)
+    assert drafts.seconds(np.array([1.0, 10.0, 64.0, 96.0, 200.0])) == pytest.approx([1.0, 2.0, 8.0, 12.0, 16.0])
+    drafts.note(4, 3.0)  # waiting costs more, and rows as before
+    assert drafts.seconds(np.array([4.0, 10.0, 64.0])) == pytest.approx([3.0, 3.0 + 6 / 9, 3.0 + 60 / 9])
+
+
 def test_as_many_rows_as_pay() -> None:
     free = costs(r1=1.0, r9=1.0)
     dear = costs(r1=1.0, r9=9.0)
@@ -116,8 +130,9 @@ class Chancy:
 
 
 def simulate(drafter: Chancy, requests: int, row_seconds: float, gap: float, steps: int,
-             monkeypatch: pytest.MonkeyPatch) -> tuple[float, AdaptiveSpeculator]:
-    """Run an engine of arithmetic; returns its speed over that of one without drafts."""
+             monkeypatch: pytest.MonkeyPatch, prompt: int = 0) -> tuple[float, AdaptiveSpeculator]:
+    """Run an engine of arithmetic; returns its speed over that of one without drafts. `prompt`: tokens of a step whose
+    cost is known before."""
     now = [0.0]
     monkeypatch.setattr(rules.time, "perf_counter", lambda: now[0])
     speculator = AdaptiveSpeculator(drafter, 4)
@@ -128,6 +143,8 @@ def simulate(drafter: Chancy, requests: int, row_seconds: float, gap: float, ste
     def cost(rows: int) -> float:
         return 0.01 + row_seconds * rows
 
+    if prompt:
+        speculator._prompts.note(prompt, cost(prompt))
     tokens = 0
     for _ in range(steps):
         for request in running:
@@ -174,6 +191,15 @@ def test_what_pays_is_found_and_what_does_not_is_left(
         monkeypatch: pytest.MonkeyPatch) -> None:
     speed, _ = simulate(Chancy(chance), requests, row_seconds, gap, 600, monkeypatch)
     assert speed >= least
+
+
+@pytest.mark.parametrize("steps", [40, 100, 300, 1200])
+@pytest.mark.parametrize("chance", [0.3, 0.5])
+def test_a_prompt_tells_what_rows_cost_before_any_draft_was_verified(
+        steps: int, chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows cost 4.3 times one. A drafter that is right now and then would seem to pay if they were free."""
+    speed, _ = simulate(Chancy(chance), 1, 0.05, 0.0005, steps, monkeypatch, prompt=60)
+    assert speed >= 0.97
 
 
 def test_it_comes_back_when_drafts_become_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,9 +59,26 @@ class StepCosts:
         sizes, costs = self._points()
         inside = np.interp(rows, sizes, costs)
         if self._below and rows.max(initial=0.0) > sizes[-1]:
-            growth = self._below.seconds(rows) - self._below.seconds(np.full_like(rows, sizes[-1]))
-            inside += np.where(rows > sizes[-1], np.maximum(growth, 0.0), 0.0)
+            inside += np.where(rows > sizes[-1], self._growth(rows, sizes[-1], costs[-1]), 0.0)
         return inside
+
+    def _growth(self, rows: Numbers, size: float, cost: float) -> Numbers:
+        """Return what steps of more than `size` rows, which cost `cost`, cost more than that, by steps of the other
+        kind. Where those that were measured are all larger, the cost rises evenly to the least of them: a step of a
+        prompt tells nothing of a few rows, which need not be free."""
+        assert self._below is not None
+        least = self._below.smallest
+        beyond = self._below.seconds(np.maximum(rows, least)) - self._below.at(int(max(size, least)))
+        rise = max(self._below.at(int(least)) - cost, 0.0) if least > size else 0.0
+        share = np.clip((rows - size) / (least - size), 0.0, 1.0) if least > size else np.zeros_like(rows)
+        grown: Numbers = np.maximum(beyond, 0.0) + rise * share
+        return grown
+
+    @property
+    def smallest(self) -> float:
+        """Return the rows of the smallest step that was measured, here or of the other kind."""
+        own = float(min(self._measured, default=np.inf))
+        return own if self._below is None or not self._below else min(own, self._below.smallest)
 
     def at(self, rows: int) -> float:
         return float(self.seconds(np.array([float(rows)]))[0])

@@ -32,7 +32,7 @@ TRIAL_STEPS = 512  # after which waiting is tried again for TRIAL_LENGTH steps, 
 TRIAL_LENGTH = 2
 FIRST_TRIAL = 64  # steps before the first of them
 TRIAL_TOKENS = 0.15  # expected of a draft and request at least for such a trial
-PROBE_SHARE = 0.01  # of the time, for drafts that nobody verifies
+PROBE_SHARE = 0.01  # of the time, for drafts that nobody verifies, and for trials
 SHADOW_TOKENS = 3  # of such a draft that must be right for it to count as right so far
 MOST_CREDIT = 0.01  # seconds of it that are saved up
 LOOKED_AT = 32  # requests in one turn of probing
@@ -222,9 +222,13 @@ class AdaptiveSpeculator:
         return MOST_ROWS if self._most_rows is None else max(0, self._most_rows - rows)
 
     def _try_again(self, survival: Numbers) -> bool:
-        """Return whether to draft though it seems not to pay: once in a while, where something would be accepted."""
+        """Return whether to draft though it seems not to pay: once in a while, where something would be accepted, and
+        what the trial may lose is little of what has run since the last one."""
         if self._since_tried >= TRIAL_STEPS and survival.sum() / len(survival) >= TRIAL_TOKENS:
-            self._trial = TRIAL_LENGTH
+            usual = self._plain.at(len(survival))
+            lost = self._speculating.at(len(survival) + min(survival.size, self._room(len(survival)))) - usual
+            if TRIAL_LENGTH * lost <= PROBE_SHARE * min(self._since_tried, self._steps) * usual:
+                self._trial = TRIAL_LENGTH
         return self._trial > 0
 
     def drafts(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[tuple[int, ...]]:
