@@ -202,6 +202,24 @@ def test_a_prompt_tells_what_rows_cost_before_any_draft_was_verified(
     assert speed >= 0.97
 
 
+@pytest.mark.parametrize("steps", range(500, 1500, 200))
+@pytest.mark.parametrize("requests", [1, 4])
+def test_trials_lose_little(requests: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that is right a third of the time, on cores where each row costs as much as the first."""
+    speed, _ = simulate(Chancy(0.33), requests, 0.05, 0.0005, steps, monkeypatch, prompt=60)
+    assert speed >= 0.985
+
+
+def test_what_seems_dear_is_tried_again_when_long_enough_has_passed() -> None:
+    speculator, chances = AdaptiveSpeculator(Chancy(0.8), 4), np.array([0.8, 0.64, 0.5, 0.4])
+    for _ in range(2):
+        speculator._plain.note(1, 0.01)
+        speculator._speculating.note(5, 0.4)
+    for steps, tried in ((600, False), (20_000, True)):
+        speculator._since_tried = speculator._steps = steps
+        assert (speculator._worth_trying(chances, 1) > 0) == tried
+
+
 def test_it_comes_back_when_drafts_become_right(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = Chancy(0.0)
     _, speculator = simulate(drafter, 2, 0.0001, 0.0005, 600, monkeypatch)

@@ -129,6 +129,8 @@ class ModelSpeculator(AdaptiveSpeculator):
         """Return whether to draft though it seems not to pay: when the time that it costs has been saved up."""
         if not self._trial and self._credit > 0:
             self._trial = 1
+            # Where rows fetch experts, one of each request tells enough.
+            self._trial_rows = TRIAL_REQUESTS * (TRIAL_DRAFT if self._price is None else 1)
         return self._trial > 0
 
     def _tried(self, decodes: int, seconds: float) -> None:

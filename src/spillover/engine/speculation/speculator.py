@@ -17,7 +17,7 @@ import numpy as np
 
 from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts
 from spillover.engine.speculation.acceptance import Acceptance
-from spillover.engine.speculation.costs import Numbers, StepCosts, best_drafts
+from spillover.engine.speculation.costs import Numbers, StepCosts, best_count, best_drafts
 from spillover.engine.speculation.drafter import NOTHING, Draft, Drafter, KeepsPrefixes
 from spillover.engine.speculation.expert_price import ExpertPrice, PricedCosts
 from spillover.engine.step import Phase, Step
@@ -174,6 +174,7 @@ class AdaptiveSpeculator:
         self._steps = 0
         self._since_tried = TRIAL_STEPS - FIRST_TRIAL  # steps since the last one that waited
         self._trial = 0  # steps that are left of a trial
+        self._trial_rows = 0  # draft rows of each
         self._recheck = False  # a trial has ended: decide anew
         self._prompt_rows = 0  # of the last step
         self._most_rows: int | None = None  # of a step, drafts included; None: not known yet
@@ -222,14 +223,22 @@ class AdaptiveSpeculator:
         return MOST_ROWS if self._most_rows is None else max(0, self._most_rows - rows)
 
     def _try_again(self, survival: Numbers) -> bool:
-        """Return whether to draft though it seems not to pay: once in a while, where something would be accepted, and
-        what the trial may lose is little of what has run since the last one."""
+        """Return whether to draft though it seems not to pay: once in a while, where something would be accepted."""
         if self._since_tried >= TRIAL_STEPS and survival.sum() / len(survival) >= TRIAL_TOKENS:
-            usual = self._plain.at(len(survival))
-            lost = self._speculating.at(len(survival) + min(survival.size, self._room(len(survival)))) - usual
-            if TRIAL_LENGTH * lost <= PROBE_SHARE * min(self._since_tried, self._steps) * usual:
-                self._trial = TRIAL_LENGTH
+            self._trial_rows = self._worth_trying(np.sort(survival.ravel())[::-1], len(survival))
+            self._trial = TRIAL_LENGTH if self._trial_rows else 0
         return self._trial > 0
+
+    def _worth_trying(self, chances: Numbers, decodes: int) -> int:
+        """Return how many draft rows would pay if rows had become cheaper: half as dear since the last trial, and again
+        half as dear whenever as much time has passed; 0 where these may lose more than a share of what has run
+        since."""
+        count, usual = min(len(chances), self._room(decodes)), self._plain.at(decodes)
+        seconds = self._speculating.with_drafts(decodes, count) + self._speculating.price(chances[:count])
+        hoped = usual + (seconds - usual) * 0.5 ** (self._since_tried / TRIAL_STEPS)
+        best, _ = best_count(chances[:count], hoped, decodes, (usual, usual))
+        allowed = PROBE_SHARE * min(self._since_tried, self._steps) * usual
+        return best if TRIAL_LENGTH * (seconds[best] - usual) <= allowed else 0
 
     def drafts(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[tuple[int, ...]]:
         self._most_rows = rows + room
@@ -259,14 +268,15 @@ class AdaptiveSpeculator:
         """Return how many tokens to draft for each candidate."""
         survival = self._possible(candidates)
         most = [candidate.most for candidate in candidates]
-        if self._trial:
-            return [count if first > 0 else 0 for count, first in zip(most, survival[:, 0].tolist(), strict=True)]
         chances = survival.ravel()
         order = np.argsort(-chances, kind="stable")
-        count, gain = best_drafts(chances[order], decodes, rows, self._speculating, self._plain, room)
-        if not count or gain < 1:
-            self._try_again(survival)
-            return [0] * len(candidates)
+        if self._trial:
+            count = min(self._trial_rows, int(np.count_nonzero(chances)))
+        else:
+            count, gain = best_drafts(chances[order], decodes, rows, self._speculating, self._plain, room)
+            if not count or gain < 1:
+                self._try_again(survival)
+                return [0] * len(candidates)
         chosen = {int(place) // self.most_tokens for place in order[:count]}
         return [count if index in chosen else 0 for index, count in enumerate(most)]
 
@@ -284,8 +294,8 @@ class AdaptiveSpeculator:
             return [0] * len(found)
         every = self._chances(found).ravel()
         order = np.argsort(-every, kind="stable")[:drafted]  # behind the drafts there are zeros
-        if self._trial:  # where rows fetch experts, one of each request tells enough
-            count = min(drafted if self._price is None else len(found), room)
+        if self._trial:
+            count = min(drafted, self._trial_rows, room)
         else:
             count, gain = best_drafts(every[order], decodes, rows, self._speculating, self._plain, room)
             count = count if gain >= 1 else 0
