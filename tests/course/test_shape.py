@@ -23,9 +23,9 @@ pytest.importorskip("pyarrow")
 FOLDER = Path("nowhere")
 
 
-def week_of(*expect: dict[str, Any], metrics: list[dict[str, Any]] | None = None) -> Week:
+def week_of(*expect: dict[str, Any], metrics: list[dict[str, Any]] | None = None, **engines: Any) -> Week:
     return parse_week({
-        "title": "Made up", "phase": "Tests", "experiments": {"load": {"file": "experiment.yaml"}},
+        "title": "Made up", "phase": "Tests", "experiments": {"load": {"file": "experiment.yaml", "engines": engines}},
         "commands": {"latency": {"run": "bench latency"}},
         "metrics": metrics or [{"name": "Throughput", "about": "tokens", "unit": "tok/s",
                                 "values": [{"of": "load", "metric": "output_throughput"}]}],
@@ -76,6 +76,20 @@ def test_what_does_not_count_or_is_not_there_decides_nothing(results: Path, left
     assert found.outcome == UNDECIDED
     assert told in found.text
     assert ("which does not count" in found.text) == (left == "warm")  # its numbers are told all the same
+
+
+def test_arms_of_two_engines_decide_nothing(results: Path) -> None:
+    """The numbers of `host` are there as another engine's: what is the same and what is not is no week's subject."""
+    (results / "week01-cpu-vllm").mkdir(exist_ok=True)
+    if not (results / "week01-cpu-vllm" / "load").exists():
+        (results / "week01-cpu-vllm" / "load").symlink_to(results / "week01-cpu" / "load")
+    week = week_of(side("host", "device", 1.2), vllm={"host": {}})
+    (found,) = check(CourseRun.of(results, week, "cpu", "vllm"))
+    assert (found.outcome, found.open) == (UNDECIDED, False)
+    assert found.text == "two engines are compared: device by spillover; host by vllm"
+    both = week_of(side("host", "device", 1.2), vllm={"host": {}, "device": {}})
+    assert [each.outcome for each in check(CourseRun.of(results, both, "cpu", "vllm"))] == [HOLDS]
+    assert [each.outcome for each in check(CourseRun.of(results, week, "cpu", "spillover"))] == [HOLDS]
 
 
 def test_an_experiment_that_has_only_begun_is_undecided(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Values of the same experiment are paired by pass, as the lab pairs them, and decided by an interval that may be looked
 at after any block (`bench.statistics.sequential_ratio`), each expectation by itself at 95%. Values that were measured
 apart, such as repeats of a command, decide only where every one of them says the same. What failed a gate of the lab
-decides nothing.
+decides nothing, nor do arms that two engines ran: such a ratio tells of the engines and not of what a week is about.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ def check(run: CourseRun) -> list[Outcome]:
 
 
 def judge(run: CourseRun, expectation: Expectation) -> Outcome:
+    engines = _engines(run, expectation)
+    if len(engines) > 1:
+        told = "; ".join(f"{', '.join(sorted(arms))} by {engine}" for engine, arms in sorted(engines.items()))
+        return Outcome(expectation, UNDECIDED, f"two engines are compared: {told}")
     sides = [series(run, value) for value in (expectation.left, expectation.right) if value is not None]
     for side in sides:
         why = next((each.why for each in side if each.why), "")
@@ -65,6 +69,16 @@ def judge(run: CourseRun, expectation: Expectation) -> Outcome:
             right is None or expectation.right is None or expectation.left.of == expectation.right.of):
         return _paired(expectation, left, right)
     return _apart(expectation, left.values, (1.0,) if right is None else right.values)
+
+
+def _engines(run: CourseRun, expectation: Expectation) -> dict[str, set[str]]:
+    """Return the arms that an expectation compares, by the engine that runs them."""
+    switched = {step.name: step.engines.get(run.engine, {}) for step in run.week.experiments}
+    found: dict[str, set[str]] = {}
+    for value in (expectation.left, *((expectation.right,) if expectation.right is not None else ())):
+        for arm in value.arms if value.of in switched else ():
+            found.setdefault(run.engine if arm in switched[value.of] else "spillover", set()).add(arm)
+    return found
 
 
 def _paired(expectation: Expectation, left: Series, right: Series | None) -> Outcome:
