@@ -271,3 +271,20 @@ def test_trials_where_nothing_is_right_stay_within_their_share() -> None:
     """A drafter as slow as the model itself, and never right: what it takes from plain decoding is about a percent."""
     costs = Costs(row=0.5, wait=0.5, call=1.0, draft_pass=1.0, draft_row=0.0)
     assert run(costs, [0.0], 2500, None, 1) >= 0.98 * plain_rate(costs, 1)
+
+
+def test_a_trial_verifies_what_it_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    for module in (speculator, model_speculator):
+        monkeypatch.setattr(module, "time", clock)
+    request = Request("one", [0], SamplingParams(max_tokens=1000))
+    request.token_ids.append(1)
+    chooser = ModelSpeculator(Behind(clock, {request: 0}), 4)
+    for _ in range(2):
+        chooser._plain.note(1, UNIT)
+        chooser._speculating.note(2, 100 * UNIT)
+    candidates = [Candidate(request, 4)]
+    assert chooser.drafts(candidates, 1, 1, 100) == [()], "it does not pay"
+    chooser._credit = UNIT
+    assert chooser._try_again(np.full((1, 4), 0.5))
+    assert chooser.drafts(candidates, 1, 1, 100)[0]
