@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,3 +83,17 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
         assert used <= llm.plan.device_bytes <= 4_000_000_000
         assert taken <= 4_000_000_000  # with the holes between tensors
     assert [len(output.outputs[0].token_ids) for output in outputs] == [each.max_tokens for each in params]
+
+
+@pytest.mark.parametrize("flags", [{}, {"weights": "sequential"}, {"enforce_eager": True}], ids=str)
+def test_a_closed_engine_that_is_still_held_holds_no_memory(flags: dict[str, Any], tmp_path: Path) -> None:
+    """The next one in the process has it."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_0_6B))
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, gpu_memory="3GB", max_model_len=512,
+             **flags) as llm:
+        llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        assert torch.cuda.memory_allocated() - before > 1 << 30
+    assert torch.cuda.memory_allocated() - before < 128 << 20
+    llm.close()

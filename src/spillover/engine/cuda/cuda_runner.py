@@ -6,6 +6,7 @@ an event behind it; the host waits for that event alone, when it asks for the re
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -235,9 +236,22 @@ class CudaRunner:
         return self.weights.traffic()
 
     def close(self) -> None:
+        """Stop, and give the device's memory back, whoever still holds the engine."""
         gc.unfreeze()
         self.weights.close()
         self.transfers.close()
+        if isinstance(self.transfers, CudaTransfers):
+            with contextlib.suppress(RuntimeError):  # a device that has failed
+                self._free()
+
+    def _free(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self.forget_graphs()
+        self.kv.pool.untyped_storage().resize_(0)
+        for each in (self, self.drafting, self.head):
+            if each is not None:
+                each.weights.move(partial(torch.empty_like, device="meta"), asleep=True)
+        torch.cuda.empty_cache()
 
     # On the device
 

@@ -128,6 +128,7 @@ class ManagedWeights:
         """Let go of the memory, which goes with the last tensor over it."""
         if self._ahead:
             self._pages.wait()
+        self._residency.clear()
         self._parts.clear()
 
     def _put(self, weights: Mapping[str, Weight]) -> ManagedPart:
