@@ -7,6 +7,7 @@ machine does.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from spillover.bench.serving.openai_api import Dialect
 from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.serving.serving_metrics import measure
 from spillover.bench.workloads.arrivals import Arrivals
+from spillover.errors import SpilloverError
 from support.servers.mock_server import MockServer
 
 pytestmark = pytest.mark.alone
@@ -107,6 +109,24 @@ def test_a_closed_loop_keeps_as_many_under_way_as_asked(mock: MockServer) -> Non
     assert whole.peak_concurrency == 8
     assert whole.mean_concurrency == pytest.approx(8, rel=0.2)
     assert run.details["arrival"] == "closed"
+
+
+def test_a_static_batch_ends_before_the_next_one_is_sent(mock: MockServer) -> None:
+    """The last batch is of two."""
+    asked = requests(10, 4, ttft=0.05, itl=0.01)
+    run = run_load(asked, LoadOptions(mock.url, Arrivals(static_batch_size=4), Dialect()))
+    batches = [run.records[first:first + 4] for first in range(0, 10, 4)]
+    assert all(record.ok for record in run.records)
+    for batch, after in itertools.pairwise(batches):
+        assert max(record.done for record in batch) <= min(record.sent for record in after)
+    for batch in batches:
+        assert max(record.sent for record in batch) < min(record.done for record in batch)
+    assert run.details["arrival"] == "static batches"
+
+
+def test_static_batches_of_several_processes_are_refused(mock: MockServer) -> None:
+    with pytest.raises(SpilloverError, match="leave --client-processes out"):
+        run_load(requests(8, 4), LoadOptions(mock.url, Arrivals(static_batch_size=4), Dialect(), processes=2))
 
 
 @pytest.mark.parametrize("processes", [1, 2])

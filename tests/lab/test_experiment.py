@@ -169,6 +169,20 @@ def test_a_load_of_another_shape_is_refused_by_its_name(options: dict[str, Any],
         ServedLoad(made).check(made.workloads[0])
 
 
+def test_an_arm_may_be_sent_its_requests_in_another_way() -> None:
+    text = TEXT.replace("  off: {", "  off: {load: {static_batch_size: 4, max-concurrency: null}, ")
+    made = parse_experiment(scaled(parse_document(text), None))
+    load = ServedLoad(made)
+    own, others = (load._options(made.workload("chats", arm), "http://127.0.0.1:1", None, 0).arrivals
+                   for arm in ("off", "host"))
+    assert (own.static_batch_size, own.max_concurrency) == (4, None)
+    assert (others.static_batch_size, others.max_concurrency) == (None, 4)
+    assert made.to_json()["arms"][0]["load"] == {"static-batch-size": 4, "max-concurrency": None}
+    assert "load" not in made.to_json()["arms"][1]
+    with pytest.raises(SpilloverError, match="arm 'off': load: there is no 'num-prompts'"):
+        parse_experiment(scaled(parse_document(text.replace("static_batch_size", "num-prompts")), None))
+
+
 @pytest.mark.parametrize(("word", "meant"), [
     ("no", False), ("off", False), ("false", False), ("'False'", False), ("No", False),
     ("yes", True), ("on", True), ("true", True), ("ON", True)])

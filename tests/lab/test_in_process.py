@@ -64,7 +64,8 @@ def test_a_batch_in_process_and_the_same_requests_over_http(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("arrivals", "session", "words"), [
-    (Arrivals(rate=3.0), None, "all requests at once"), (Arrivals(max_concurrency=2), None, "max-concurrency 2 for 3"),
+    (Arrivals(rate=3.0), None, "all requests at once"), (Arrivals(static_batch_size=2), None, "static-batch-size"),
+    (Arrivals(max_concurrency=2), None, "max-concurrency 2 for 3"),
     (Arrivals(), 0, "need a server"),
 ])
 def test_a_load_that_is_no_batch_is_refused(arrivals: Arrivals, session: int | None, words: str) -> None:

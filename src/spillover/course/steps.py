@@ -37,6 +37,8 @@ def make_experiment(week: Week, step: ExperimentStep, scale: str, engine: str = 
             continue  # an arm of another size
         of_arm = {key: value for key, value in document["arms"][arm].items() if key not in ("engine", "preset")}
         args = {**(of_arm.get("args") or {}), **own}
+        if "load" in args:
+            of_arm["load"] = args.pop("load").get(scale, {})
         document["arms"] = {**document["arms"], arm: {
             **of_arm, "preset": PRESETS[engine, scale], "about": f"{of_arm.get('about', arm)} ({engine})",
             "args": {key: value for key, value in args.items() if value is not None}}}

@@ -85,7 +85,8 @@ class ExperimentStep:
     name: str
     source: str  # a name of `spill lab list`, or a path
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by scale, merged over the document
-    engines: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)  # engine, arm, its flags
+    # Engine, arm, its flags; `load` among them: by scale, how requests are sent to it.
+    engines: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     scales: tuple[str, ...] = SCALES
 
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from spillover.bench.serving.openai_api import SAMPLING
 from spillover.bench.workloads.workload_options import truth
 from spillover.errors import SpilloverError, did_you_mean
 from spillover.lab.accuracy import EvalSpec
@@ -47,6 +48,12 @@ WINDOWS = ("whole", "steady")
 OFFLOAD_FLAGS = frozenset({"host-memory", "host-pool", "disk", "remote", "kv-offloading-size", "kv-transfer-config",
                            "swap-space", "enable-hierarchical-cache", "enable-lmcache"})
 
+# Options of `spill bench serve` that say how requests are sent; all others are the workload's.
+LOAD_OPTIONS = frozenset({"request-rate", "burstiness", "max-concurrency", "static-batch-size", "ramp-up-strategy",
+                          "ramp-up-start-rps", "ramp-up-end-rps", "self-timed", "max-seconds", "backend", "endpoint",
+                          "extra-body", "ignore-eos", "return-token-ids", "client-processes", "request-timeout",
+                          *(name.replace("_", "-") for name in SAMPLING)})
+
 Value = TypeVar("Value")
 
 
@@ -55,9 +62,11 @@ class Arm:
     name: str
     spec: EngineSpec
     about: str = ""
+    load: Mapping[str, Any] = field(default_factory=dict)  # how requests are sent, over what workloads say
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "about": self.about, "label": self.label, "spec": self.spec.to_json()}
+        return {"name": self.name, "about": self.about, "label": self.label, "spec": self.spec.to_json(),
+                **({"load": dict(self.load)} if self.load else {})}
 
     @property
     def label(self) -> str:
@@ -129,8 +138,10 @@ class Experiment:
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
 
-    def workload(self, name: str) -> WorkloadSpec:
-        return next(workload for workload in self.workloads if workload.name == name)
+    def workload(self, name: str, arm: str | None = None) -> WorkloadSpec:
+        """Return a workload, as it is sent to an arm where one is named."""
+        found = next(workload for workload in self.workloads if workload.name == name)
+        return found if arm is None else replace(found, options={**found.options, **self.arm(arm).load})
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -254,7 +265,8 @@ def _arm(where: str, name: str, value: Any, model: str | None) -> Arm:
     where = f"{where}, arm '{name}'"
     if not isinstance(value, Mapping):
         raise SpilloverError(f"{where} must say how to start it, such as {{engine: spillover, args: {{}}}}")
-    _check_names(where, value, {"engine", "preset", "model", "args", "env", "about", "python", "url", "ready-seconds"})
+    _check_names(where, value, {"engine", "preset", "model", "args", "env", "about", "python", "url", "load",
+                                "ready-seconds"})
     given: dict[str, Any] = {"kind": value.get("engine"), "args": {}, "env": {}, "about": ""}
     if value.get("preset") is not None:
         from spillover.lab.presets import find_preset
@@ -278,7 +290,9 @@ def _arm(where: str, name: str, value: Any, model: str | None) -> Arm:
     if kind == "url" and spec.url is None:
         raise SpilloverError(f"{where} drives a server that runs already: give its address, such as "
                              "url: http://127.0.0.1:8000")
-    return Arm(name, spec, str(value.get("about") or given["about"]))
+    load = {_hyphens(key): item for key, item in _mapping(where, value, "load").items()}
+    _check_names(f"{where}: load", load, LOAD_OPTIONS)
+    return Arm(name, spec, str(value.get("about") or given["about"]), load)
 
 
 def _points(where: str, name: str, value: Any, offload: bool) -> list[WorkloadSpec]:
@@ -408,7 +422,7 @@ def _one_of(what: str, value: str, known: Iterable[str]) -> str:
     return value
 
 
-def _check_names(where: str, given: Mapping[str, Any], known: set[str]) -> None:
+def _check_names(where: str, given: Mapping[str, Any], known: Set[str]) -> None:
     for key in given:
         if str(key) not in known:
             raise SpilloverError(f"{where}: there is no '{key}'{did_you_mean(str(key), sorted(known), listed=True)}")

@@ -91,7 +91,8 @@ def run_experiment(experiment: Experiment, path: Path, bench: Bench | None = Non
     clock, no server is started and no run is begun, whatever the experiment wants at least."""
     bench = bench or Bench(ServedLoad(experiment))
     for workload in experiment.workloads:
-        bench.load.check(workload)
+        for arm in experiment.arms:
+            bench.load.check(experiment.workload(workload.name, arm.name))
     folder = ResultFolder.open(path, experiment)
     folder.begin(session or {})
     try:
@@ -318,7 +319,7 @@ class _Runner:
     def _once(self, visit: Visit, engine: Engine, attempt: int) -> _Visited:
         # Each attempt has prompts that no run before it had.
         repeat = visit.repeat + attempt * ATTEMPT_PROMPTS
-        workload = self._experiment.workload(visit.workload)
+        workload = self._experiment.workload(visit.workload, visit.arm)
         warmups = self._experiment.warmups
         if warmups:
             warmups = self._bench.load.warm_up(workload, engine.running, warmups)

@@ -15,7 +15,7 @@ from spillover.bench.records import Run
 from spillover.bench.serving.openai_api import BACKENDS, SAMPLING, Dialect, Kind
 from spillover.bench.workloads.workload_options import WorkloadOptions, truth
 from spillover.errors import SpilloverError, did_you_mean
-from spillover.lab.experiment import Experiment, WorkloadSpec
+from spillover.lab.experiment import LOAD_OPTIONS, Experiment, WorkloadSpec
 from spillover.lab.run_metrics import run_metrics
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 Truth = TypeVar("Truth", bool, None)
 WARMUP_REPEAT = -1
 WARMUP_SECONDS = 600.0
-# Options of `spill bench serve` that say how requests are sent; all others are the workload's.
-LOAD_OPTIONS = frozenset({"request-rate", "burstiness", "max-concurrency", "ramp-up-strategy", "ramp-up-start-rps",
-                          "ramp-up-end-rps", "self-timed", "max-seconds", "backend", "endpoint", "extra-body",
-                          "ignore-eos", "return-token-ids", "client-processes", "request-timeout",
-                          *(name.replace("_", "-") for name in SAMPLING)})
 
 
 @dataclass(frozen=True)
@@ -132,7 +127,8 @@ class ServedLoad:
             raise SpilloverError(f"ramp-up-strategy is linear or exponential; got '{ramp_up}'")
         arrivals = Arrivals(
             rate=_number(given, "request-rate", math.inf), burstiness=_number(given, "burstiness", 1.0),
-            max_concurrency=_count(given, "max-concurrency"), ramp_up=ramp_up,
+            max_concurrency=_count(given, "max-concurrency"),
+            static_batch_size=_count(given, "static-batch-size"), ramp_up=ramp_up,
             ramp_up_start=_number(given, "ramp-up-start-rps", 0.0),
             ramp_up_end=_number(given, "ramp-up-end-rps", 0.0), self_timed=_truth(given, "self-timed", True), seed=seed)
         ignore_eos = _truth(given, "ignore-eos", None)

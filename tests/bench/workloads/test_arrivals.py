@@ -54,6 +54,10 @@ def test_kinds_of_arrival() -> None:
     assert Arrivals().describe(NONE)["arrival"] == "burst"
     assert Arrivals(max_concurrency=2).is_closed(NONE)
     assert not Arrivals(3.0, max_concurrency=2).is_closed(NONE)
+    assert Arrivals(static_batch_size=2).is_closed([0.0, 1.5, 4.0])
+    assert Arrivals(static_batch_size=2).describe(NONE) == {
+        "arrival": "static batches", "request_rate": "inf", "burstiness": 1.0, "max_concurrency": None,
+        "static_batch_size": 2}
     trace = [0.0, 1.5, 4.0]
     assert Arrivals(max_concurrency=2).times(trace) == trace
     assert Arrivals(self_timed=False).times(trace) == [0.0] * 3
@@ -67,6 +71,9 @@ def test_kinds_of_arrival() -> None:
     ({"rate": math.nan}, "--request-rate"),
     ({"burstiness": -1.0}, "--burstiness"),
     ({"max_concurrency": 0}, "--max-concurrency"),
+    ({"static_batch_size": 0}, "--static-batch-size must be"),
+    ({"static_batch_size": 4, "rate": 3.0}, "by itself"),
+    ({"static_batch_size": 4, "max_concurrency": 4}, "by itself"),
     ({"rate": 3.0, "ramp_up": "linear"}, "leave --request-rate out"),
     ({"ramp_up": "linear", "ramp_up_start": 5.0, "ramp_up_end": 1.0}, "--ramp-up-start-rps"),
 ])

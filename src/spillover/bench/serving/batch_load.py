@@ -26,9 +26,10 @@ PATH = "/batch"
 def check_batch(options: LoadOptions, requests: Sequence[ServeRequest] = ()) -> int | None:
     """Return how many requests run at once, None for all; refuse a load that a batch cannot be."""
     arrivals = options.arrivals
-    if not math.isinf(arrivals.rate) or arrivals.ramp_up is not None or options.seconds is not None:
-        raise SpilloverError("an engine in process takes all requests at once, or one after another "
-                             "(max-concurrency: 1); leave request-rate, ramp-up and max-seconds out")
+    if (not math.isinf(arrivals.rate) or arrivals.ramp_up is not None or arrivals.static_batch_size is not None
+            or options.seconds is not None):
+        raise SpilloverError("an engine in process takes all requests at once, or one after another (max-concurrency: "
+                             "1); leave request-rate, ramp-up, static-batch-size and max-seconds out")
     if any(request.session is not None or not isinstance(request.prompt, tuple) for request in requests):
         raise SpilloverError("an engine in process takes prompts in tokens that wait for nobody; chats that go on, and "
                              "texts, need a server")

@@ -163,14 +163,16 @@ class _Generator:
         await sleep_until(self._start)
         ticking = asyncio.create_task(self._tick())
         busy, begun = time.thread_time(), time.perf_counter()
+        together = self._options.arrivals.static_batch_size or len(self._share)
         try:
-            async with asyncio.TaskGroup() as group:
-                for chain in self._share:
-                    if chain.at is not None:
-                        await sleep_until(self._start + chain.at)
-                    if self._over():
-                        break
-                    group.create_task(self._run_chain(chain))
+            for first in range(0, len(self._share), together):
+                async with asyncio.TaskGroup() as group:
+                    for chain in self._share[first:first + together]:
+                        if chain.at is not None:
+                            await sleep_until(self._start + chain.at)
+                        if self._over():
+                            break
+                        group.create_task(self._run_chain(chain))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
@@ -290,7 +292,8 @@ class _Generator:
         others open theirs when none is idle: some servers have a thread a connection, and one that only waits keeps it
         from a request."""
         at_once = sum(not chain.at for chain in self._share)
-        for _ in range(min(at_once, self._options.arrivals.max_concurrency or 64, 512)):
+        arrivals = self._options.arrivals
+        for _ in range(min(at_once, arrivals.max_concurrency or arrivals.static_batch_size or 64, 512)):
             connection = Connection(self._host, self._port, self._tls)
             try:
                 await connection.open()

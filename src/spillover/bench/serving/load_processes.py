@@ -52,6 +52,9 @@ def run_load(requests: Sequence[ServeRequest], options: LoadOptions,
     asked = (options.base_url, headers, options.insecure)
     before = server_facts.counters(*asked) if options.read_counters else {}
     count = min(len(work), options.processes or automatic_processes(options, work))
+    if arrivals.static_batch_size is not None and count > 1:
+        raise SpilloverError("--static-batch-size takes one client process, which knows when all of a batch have "
+                             "ended; leave --client-processes out")
     start, shares = _run(work, options, count, progress or (lambda live: None))
     after = server_facts.counters(*asked) if before else {}
     records = sorted((record for share in shares for record in share.records), key=lambda record: record.index)
@@ -83,6 +86,8 @@ def _within(requests: Sequence[ServeRequest], options: LoadOptions) -> tuple[Seq
 def automatic_processes(options: LoadOptions, work: Sequence[Chain]) -> int:
     """Choose by rate and concurrency, but half of the cores at most: the server may need the others."""
     arrivals = options.arrivals
+    if arrivals.static_batch_size is not None:
+        return 1
     rate = arrivals.ramp_up_end if arrivals.ramp_up is not None else arrivals.rate
     streams = arrivals.max_concurrency or (len(work) if math.isinf(rate) else 1)
     wanted = streams / STREAMS_PER_PROCESS

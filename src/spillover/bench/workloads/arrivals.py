@@ -23,12 +23,14 @@ RampUp = Literal["linear", "exponential"]
 class Arrivals:
     """Open loop at a rate or at a trace's times; closed loop where the rate is infinite and `max_concurrency` is set.
 
-    With both, requests arrive in open loop and wait in the client while `max_concurrency` are under way.
+    With both, requests arrive in open loop and wait in the client while `max_concurrency` are under way. With
+    `static_batch_size`, that many are sent together, and the next when all of them have ended.
     """
 
     rate: float = math.inf  # requests a second
     burstiness: float = 1.0  # shape of the gamma distribution: 1 Poisson, below burstier, above smoother, inf constant
     max_concurrency: int | None = None
+    static_batch_size: int | None = None
     ramp_up: RampUp | None = None
     ramp_up_start: float = 0.0
     ramp_up_end: float = 0.0
@@ -44,6 +46,12 @@ class Arrivals:
                                  f"{self.burstiness}")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise SpilloverError(f"--max-concurrency must be at least 1; got {self.max_concurrency}")
+        if self.static_batch_size is not None:
+            if self.static_batch_size < 1:
+                raise SpilloverError(f"--static-batch-size must be at least 1; got {self.static_batch_size}")
+            if not math.isinf(self.rate) or self.max_concurrency is not None or self.ramp_up is not None:
+                raise SpilloverError("--static-batch-size says by itself when requests are sent: leave --request-rate, "
+                                     "--max-concurrency and --ramp-up-strategy out")
         if self.ramp_up is not None:
             if not math.isinf(self.rate):
                 raise SpilloverError("--ramp-up-strategy sets the rate by itself: leave --request-rate out")
@@ -53,13 +61,14 @@ class Arrivals:
 
     def replays(self, times: Sequence[float | None]) -> bool:
         """Return whether a workload's own times are kept."""
-        return (self.self_timed and math.isinf(self.rate) and self.ramp_up is None
+        return (self.self_timed and math.isinf(self.rate) and self.ramp_up is None and self.static_batch_size is None
                 and any(at is not None for at in times))
 
     def is_closed(self, times: Sequence[float | None]) -> bool:
         """Return whether a request is sent because another ended, not because its time has come."""
-        return (self.max_concurrency is not None and math.isinf(self.rate) and self.ramp_up is None
-                and not self.replays(times))
+        return self.static_batch_size is not None or (
+            self.max_concurrency is not None and math.isinf(self.rate) and self.ramp_up is None
+            and not self.replays(times))
 
     def times(self, own: Sequence[float | None]) -> list[float]:
         """Return the seconds after the start for each request, given those that the workload itself names."""
@@ -82,10 +91,13 @@ class Arrivals:
     def describe(self, own: Sequence[float | None]) -> dict[str, Any]:
         """Return the arrivals for a result's details: JSON has no infinity."""
         kind = ("trace" if self.replays(own) else "ramp-up" if self.ramp_up is not None
+                else "static batches" if self.static_batch_size is not None
                 else "closed" if self.is_closed(own) else "burst" if math.isinf(self.rate)
                 else "constant" if math.isinf(self.burstiness) else "poisson" if self.burstiness == 1 else "gamma")
         asked = {"arrival": kind, "request_rate": _number(self.rate), "burstiness": _number(self.burstiness),
                  "max_concurrency": self.max_concurrency}
+        if self.static_batch_size is not None:
+            asked["static_batch_size"] = self.static_batch_size
         if self.ramp_up is not None:
             asked |= {"ramp_up_strategy": self.ramp_up, "ramp_up_start_rps": self.ramp_up_start,
                       "ramp_up_end_rps": self.ramp_up_end}

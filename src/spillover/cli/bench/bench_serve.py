@@ -50,6 +50,9 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
               help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier, inf is even.")
 @click.option("--max-concurrency", default=None, callback=comma_list(click.INT), metavar="INT,...",
               help="Maximum concurrent requests; others wait in the client.")
+@click.option("--static-batch-size", type=click.IntRange(min=1), default=None,
+              help="Static batching by the client: send this many requests together, and the next when all of them "
+                   "have ended.")
 @click.option("--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), default=None,
               help="Raise the rate from --ramp-up-start-rps to --ramp-up-end-rps, linearly or exponentially.")
 @click.option("--ramp-up-start-rps", type=float, default=0.0, help="Requests per second at the first request.")
@@ -126,8 +129,8 @@ def _points(workload: WorkloadOptions, options: dict[str, Any]) -> list[Arrivals
     """Return one load for each rate and limit of concurrency, checked before the first is run."""
     from spillover.bench.workloads.arrivals import Arrivals
 
-    return [Arrivals(rate, options["burstiness"], limit, options["ramp_up_strategy"], options["ramp_up_start_rps"],
-                     options["ramp_up_end_rps"], options["self_timed"], workload.seed)
+    return [Arrivals(rate, options["burstiness"], limit, options["static_batch_size"], options["ramp_up_strategy"],
+                     options["ramp_up_start_rps"], options["ramp_up_end_rps"], options["self_timed"], workload.seed)
             for limit in options["max_concurrency"] or (None,) for rate in options["request_rate"]]
 
 
@@ -139,7 +142,7 @@ def _run(requests: list[ServeRequest], load: LoadOptions, silent: bool) -> Run:
     click.echo(f"{len(requests):,} requests to {load.base_url}{load.path}, model {load.dialect.model}")
     click.echo(f"Traffic request rate: {shown_rate(arrivals.rate)} ({asking['arrival']})")
     click.echo(f"Burstiness factor: {shown_rate(arrivals.burstiness)}")
-    click.echo(f"Maximum request concurrency: {arrivals.max_concurrency}")
+    click.echo(f"Maximum request concurrency: {arrivals.max_concurrency or arrivals.static_batch_size}")
     with live_bar(len(requests), silent) as show:
         return run_load(requests, load, show)
 
