@@ -46,7 +46,7 @@ def attention_half(product: str, attention: str) -> list[tuple[str, str]]:
                  ("void cublasLt::splitKreduce_kernel<32, 16, int>", "down")]
     + [("_add_rms_norm", "norms"), ("indexSelectLargeIndex", "embedding and rows"), ("nvjet_tst_64x8", "head"), *END],
     # one row, where a product begins with the norm
-    BEGIN + 2 * [("_add_rms_norm_few_rows", "qkv"), ("_ordered_decode_few", "attention"), ("_few_rows_ahead", "o"),
+    BEGIN + 2 * [("_add_rms_norm_few_rows", "qkv"), ("attention_few", "attention"), ("_few_rows_ahead", "o"),
                  ("_add_rms_norm_few_rows", "gate_up"), ("_few_rows_ahead", "down")]
     + [("_add_rms_norm", "norms"), ("_few_rows", "head"), *END],
     # a prefill step that samples nothing
@@ -80,7 +80,7 @@ def test_every_kernel_has_a_part() -> None:
     launched |= {name for file in SOURCE.parent.glob("*.cu")
                  for name in re.findall(r'^(?:KERNEL\(.*?\)|extern "C" __global__ .*?) (\w+)(?=\(const)',
                                         file.read_text(), re.MULTILINE)}
-    assert {"_gemv", "experts_gate_up_pairs", "experts_down_128", "attention_codes_8_3",
+    assert {"_gemv", "experts_gate_up_pairs", "experts_down_128", "attention_codes_8_3", "attention_few",
             "attention_codes_prompt", "fp8_linear", "quantize_rows", "ordered_gemm", "look_up"} <= launched
     assert {name for name in launched if _kind(name) == OTHER} == {"kernel"}, (
         "engine/profiling/step_parts.py has no pattern that fits; 'kernel' is a codec of blocks that move")

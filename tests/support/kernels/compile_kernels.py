@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from spillover.kernels.triton import ordered_linear
-from spillover.kernels.triton.attention import decode_few, ordered_decode, ordered_prefill
+from spillover.kernels.triton.attention import ordered_decode, ordered_prefill
 from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES
 from spillover.kernels.triton.codes import CODES
 from spillover.kernels.triton.launch import AS_WRITTEN
@@ -89,14 +89,6 @@ def few_rows_ahead(inner: int, width: int, norm: bool, gated: bool) -> dict[str,
     return compiled(ordered_linear._few_rows_ahead, types, constants, ordered_linear.AHEAD_WARPS, 3, True)
 
 
-def decode_few_requests() -> dict[str, int]:
-    types = {**ATTENTION, **dict.fromkeys(("qkv_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16"), "cos_ptr": "*fp32",
-             "sin_ptr": "*fp32", "eps": "fp32"}
-    shape = {name: value for name, value in HEADS.items() if name != "PADDED"}
-    constants = {**shape, "KV_HEADS": 8, "ROWS": 16, "FEW": 4, "NORM": True, "EARLY": True}
-    return compiled(decode_few._ordered_decode_few, types, constants, decode_few.WARPS, 2, True)
-
-
 def described(tile: ordered_linear.Tile, chunks: int) -> dict[str, int]:
     constants = {"CHUNKS": chunks, "SPREAD": tile.spread, "ROWS": tile.rows, "CHANNELS": tile.channels,
                  "STEP": tile.step, "BAND": 8, "FLIP": tile.flip, "BIAS": False, "EARLY": True}
@@ -109,7 +101,7 @@ if __name__ == "__main__":
     print(json.dumps({
         "decode": decode("auto"), "decode fp8": decode("fp8"), "16 new tokens": decode("auto", 16),
         "prefill": prefill(), "1 row, 4 chunks": few_rows(4, False), "1 row, gated": few_rows(1, True),
-        "1 row, norm and gate": few_rows_ahead(1024, 16, True, True), "decode of few": decode_few_requests(),
+        "1 row, norm and gate": few_rows_ahead(1024, 16, True, True),
         "1 row, ahead": few_rows_ahead(3072, 8, False, False),
         "64 rows, spread": described(ordered_linear.DEEP_SPREAD, 4),
         "512 rows": described(ordered_linear.SQUARE, 1), "many rows, 4 chunks": described(ordered_linear.LARGE, 4),

@@ -177,6 +177,7 @@ template <bool BF16> static inline void mma(float (&c)[4], unsigned a0, unsigned
     warp_sync();
 }
 static inline float power_of_two(float v) { float r = exp2f(v); return r < 0x1p-126f ? 0.0f : r; }
+static inline float inverse_root(float v) { return 1.0f / sqrtf(v); }
 static inline float fast_exp(float v) { return expf(v); }
 static inline void launch_dependents() {}
 static inline void wait_before() {}

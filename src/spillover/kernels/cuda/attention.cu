@@ -2,7 +2,6 @@
 // head of keys: its GROUP queries are the columns of up to NT instructions of mma.m16n8k16.
 #include "attention_codes.cuh"
 
-constexpr int FIELDS = 10;                // of an item
 constexpr int WEIGHT_ROW = TILE / 2 + 4;  // words of a row of weights; apart so that eight rows lie in other banks
 
 template <int NT> struct Shared {
@@ -12,42 +11,6 @@ template <int NT> struct Shared {
     u32 total[WARPS][8 * NT];
     bool last;
 };
-
-// Adds up what the pieces of a sequence have left for a head of keys, in their order.
-DEV void add_up(const Product& p, int row, int first, int parts, int kv_head) {
-    constexpr int LANES = DIM / 4, AHEAD = 8;
-    int heads = p.kv_heads * GROUP, d = threadIdx.x % LANES;
-    for (int member = threadIdx.x / LANES; member < GROUP; member += THREADS / LANES) {
-        i64 place = (i64)first * heads + kv_head * GROUP + member;
-        const float4* sums = (const float4*)p.sums + place * LANES + d;
-        const float2* stats = (const float2*)p.stats + place;
-        Row whole = {NOTHING, 0};
-        float acc[4] = {};
-        for (int part = 0; part < parts; part += AHEAD) {
-            float4 v[AHEAD];
-            float2 s[AHEAD];
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                int at = min(part + i, parts - 1);
-                v[i] = __ldcg(sums + (i64)at * heads * LANES);  // what other multiprocessors wrote
-                s[i] = __ldcg(stats + (i64)at * heads);
-            }
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++) if (part + i < parts) {
-                Change c = add_row(whole, {s[i].x, s[i].y});
-                acc[0] = multiply_add(acc[0], c.mine, multiply(v[i].x, c.theirs));
-                acc[1] = multiply_add(acc[1], c.mine, multiply(v[i].y, c.theirs));
-                acc[2] = multiply_add(acc[2], c.mine, multiply(v[i].z, c.theirs));
-                acc[3] = multiply_add(acc[3], c.mine, multiply(v[i].w, c.theirs));
-            }
-        }
-        int head = kv_head * GROUP + member;
-        float2 f = last_factors(p, whole, head);
-        u32* out = (u32*)p.out + ((i64)row * heads + head) * (DIM / 2) + 2 * d;
-        out[0] = pack(finished(p, acc[0], f), finished(p, acc[1], f));
-        out[1] = pack(finished(p, acc[2], f), finished(p, acc[3], f));
-    }
-}
 
 template <int NT>
 DEV void attend(const Product& p, u8* room) {

@@ -127,5 +127,5 @@ def kernels(source: Path, form: Form, device: torch.device) -> Module | None:
     try:
         return Module(source, form.options, device)
     except CudaError as problem:
-        log.warning("attention over codes goes through Triton's kernels: %s", str(problem).partition("\n")[0])
+        log.warning("attention goes through Triton's kernels: %s", str(problem).partition("\n")[0])
         return None

@@ -9,11 +9,13 @@
 // holds codes of two neighbours along the inner dimension, for each of two tokens or dimensions.
 #include "instructions.cuh"
 
-constexpr int TILE = 64, WARPS = 4, THREADS = 32 * WARPS;
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr float RAISED = 256.0f;  // how much larger weights are as operands, for float16's sake
+#include "attention_softmax.cuh"
+
 constexpr int MT = DIM / 64;      // tiles of 16 dimensions of a warp
 constexpr int CHUNKS = DIM / 16;  // of 16 bytes, of a token's values
-constexpr float LOG2E = 1.4426950408889634f, RAISED = 256.0f, LARGEST = 65504.0f;
-#define NOTHING (-__int_as_float(0x7F800000))
+constexpr float LARGEST = 65504.0f;
 #define KERNEL(BLOCKS) extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void
 
 // What a kernel takes; kernels/cuda/attention.py has the same.
@@ -28,24 +30,8 @@ struct Product {
     int programs, kv_heads, window, window_piece, sinks_float;
 };
 
-DEV float multiply(float a, float b) { return __fmul_rn(a, b); }
-DEV float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-DEV float low_of(u32 v) { return BFLOAT16 ? __uint_as_float(v << 16) : from_half(v & 0xFFFF); }
-DEV float high_of(u32 v) { return BFLOAT16 ? __uint_as_float(v & 0xFFFF0000u) : from_half(v >> 16); }
-DEV u32 pack(float low, float high) { return BFLOAT16 ? to_bf16x2(low, high) : to_half2(low, high); }
 DEV float cut(float v) { return fminf(fmaxf(v, -LARGEST), LARGEST); }
 DEV u32 query_operand(u32 v) { return to_half2(cut(low_of(v)), cut(high_of(v))); }
-DEV float base_of(float highest) { return highest == NOTHING ? 0.0f : highest; }
-// Weights of a tile are added as whole numbers.
-DEV u32 whole_number(float weight) { return __float_as_uint(multiply_add(weight, 16777216.0f, 33554432.0f)); }
-DEV float sum_of(u32 whole) { return multiply((float)(int)(whole & 0x3FFFFFFFu), 1.0f / 4194304.0f); }
-// As ordered_splits.bounds has them.
-DEV bool piece_begins(int start, int window_piece) {
-    if (window_piece) return (start & (window_piece - 1)) == 0;  // a power of two
-    int below = start < 1024 ? start & 127 : start & 255;
-    return (start < 4096 ? below : __float_as_int((float)start) & 0x7FFFF) == 0;
-}
-
 // A word of codes: of one neighbour bytes 0 and 1, of the other bytes 2 and 3. Of byte 0 of each, and of byte 1.
 DEV void spread(u32 word, u32& first, u32& second) {
 #if INT8
@@ -150,29 +136,4 @@ DEV Codes codes_of(const Product& p, int slot, int kv_head, int begin, int oldes
     copies_commit();
     load_scales(c, c.key_scales, c.value_scales, begin, block);
     return c;
-}
-
-// The sums of a row beside its values': the largest score, the weights.
-struct Row { float highest, weight; };
-struct Change { float mine, theirs; };
-DEV Change add_row(Row& row, const Row& piece) {
-    float higher = fmaxf(row.highest, piece.highest), base = base_of(higher);
-    Change c = {power_of_two(row.highest - base), power_of_two(piece.highest - base)};
-    row = {higher, multiply_add(row.weight, c.mine, multiply(piece.weight, c.theirs))};
-    return c;
-}
-// What values of a row are to be multiplied by at the end, first by one and then by the other.
-DEV float2 last_factors(const Product& p, Row row, int head) {
-    float mine = 1.0f;
-    if (p.sinks) {
-        float raw = p.sinks_float ? ((const float*)p.sinks)[head] : low_of(((const u16*)p.sinks)[head]);
-        float higher = fmaxf(row.highest, multiply(raw, LOG2E));
-        mine = power_of_two(row.highest - higher);
-        row.weight = multiply_add(row.weight, mine, power_of_two(multiply_add(raw, LOG2E, -higher)));
-    }
-    return make_float2(mine, __fdiv_rn(1.0f / RAISED, row.weight));
-}
-DEV float finished(const Product& p, float sum, float2 factors) {
-    if (p.sinks) sum = multiply(sum, factors.x);
-    return multiply(sum, factors.y) + 0.0f;
 }

@@ -74,6 +74,7 @@ DEV float from_half(u32 v) { float d; asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(
 DEV u32 to_half2(float low, float high) { u32 d; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
 DEV u32 to_bf16x2(float low, float high) { u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
 DEV float power_of_two(float v) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
+DEV float inverse_root(float v) { float d; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
 DEV float fast_exp(float v) { return power_of_two(v * 1.4426950408889634f); }
 // The operations that Triton has for a sigmoid: few rows of a gated product go through a kernel of its own.
 DEV float sigmoid(float v) {

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from spillover.kernels.attention import cold_attention_reference
 from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights
+from spillover.kernels.cuda.attention_few import attend_few
 from spillover.kernels.features import KeptRows
 from spillover.kernels.linear import linear
-from spillover.kernels.triton.attention import decode_few
 from spillover.kernels.triton.attention.attention import attention
 from spillover.kernels.triton.features import keep_rows, rows_before
 from spillover.kernels.triton.norm import add_rms_norm, rms_norm
@@ -39,10 +39,10 @@ class CudaKernels:
                 layer: int) -> Tensor:
         rows, shape = len(product), self.shape
         qkv, sinks = product.view(rows, -1, shape.head_dim), w.get("sinks")
-        if decode_few.serves(qkv, batch, shape.num_kv_heads):
-            out = decode_few.decode_few(qkv, w.get("q_norm"), w.get("k_norm"), shape.eps, self.cos, self.sin, kv_layer,
-                                        batch, shape.num_heads, shape.scale, window, sinks)
-            return linear(out.view(rows, -1), w["o"], w.get("o_bias"))
+        few = attend_few(qkv, w.get("q_norm"), w.get("k_norm"), shape.eps, self.cos, self.sin, kv_layer, batch,
+                         shape.num_heads, shape.scale, window, sinks)
+        if few is not None:
+            return linear(few.view(rows, -1), w["o"], w.get("o_bias"))
         self._store(qkv, w, kv_layer, batch)
         q = qkv[:, : shape.num_heads]
         if batch.cold is None:

@@ -1,0 +1,332 @@
+// Attention of one new token a sequence over 16-bit keys and values, for a step of few requests, with what comes before
+// it: norms of heads, the rotation and the store into the pool. To the bit what triton/rope_store.py and
+// triton/attention/ordered_decode.py give.
+//
+// DIM, GROUP, BLOCK, BFLOAT16: as in attention_codes.cuh. A program is an item and a head of keys. There are too few
+// programs to hide each other's waits, so each has its keys and values on their way while the kernel that makes q, k and
+// v still runs. It may: no kernel of a step writes the keys of earlier tokens, the step's items or its block tables,
+// after the first that waits for all before it. Keys and values come in rounds of two tiles, 16 tokens a warp; a warp
+// multiplies its own keys, then 16 dimensions of all values. Keys and values are the left operands of mma, queries and
+// weights the right ones; the row behind the queries is the new key, which is normed and turned with them.
+#include "instructions.cuh"
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS, ROUND = 16 * WARPS;
+constexpr float RAISED = 1.0f;
+#include "attention_softmax.cuh"
+
+constexpr int NT = GROUP / 8 + 1;               // eights of rows
+constexpr int WORDS = DIM / 8;                  // of a row in a lane: the n-th has 2 of dimensions 8 n to 8 n + 7
+constexpr int CHUNKS = DIM / 8;                 // of 16 bytes, of a token
+constexpr int MT = DIM <= 128 ? 1 : DIM / 128;  // tiles of 16 dimensions of a warp
+constexpr int STAGES = DIM <= 128 ? 2 : 1;      // rounds that are on their way: one is slower, at any length
+constexpr int WEIGHT_ROW = ROUND + 8;           // elements; apart so that eight rows lie in other banks
+
+// What the kernel takes; kernels/cuda/attention_few.py has the same.
+struct Product {
+    const u16* qkv; const u16* q_norm; const u16* k_norm;  // norms: or null
+    const float* cos; const float* sin;
+    u16* kv; u16* out;
+    float* sums; float* stats; int* finished;  // DecodeScratch
+    const int* items; const int* num_items; const int* table;
+    const void* sinks;                         // or null
+    i64 row_stride, table_stride, block_stride, kv_stride, head_stride;
+    float scale, eps;
+    int kv_heads, window_piece, sinks_float;
+};
+
+struct Shared {
+    alignas(128) u8 keys[STAGES][ROUND * DIM * 2];
+    alignas(128) u8 values[STAGES][ROUND * DIM * 2];
+    alignas(16) u16 weights[8 * NT][WEIGHT_ROW];
+    alignas(16) float top[8 * NT][WARPS];
+    alignas(16) u32 total[8 * NT][WARPS];
+    bool last;
+};
+// Where the chunk of a token of a round lies, in bytes: those of eight tokens in other banks.
+DEV int place(int token, int chunk) { return token * (2 * DIM) + ((chunk ^ (token & 7)) << 4); }
+DEV u16 narrow(float v) { return (u16)pack(v, 0.0f); }
+DEV float add(float a, float b) { return __fadd_rn(a, b); }
+
+// Adds the words of the lane that is `FAR` from this one to its own, and leaves it KEPT of twice as many.
+template <int KEPT, int FAR> DEV void exchange(float (&v)[WORDS]) {
+    bool upper = threadIdx.x & FAR;
+#pragma unroll
+    for (int w = 0; w < KEPT; w++) {
+        float mine = v[w], other = v[w + KEPT];
+        v[w] = add(upper ? other : mine, __shfl_xor_sync(~0u, upper ? mine : other, FAR));
+    }
+}
+template <int COUNT> DEV float sum(const float* v) {
+    if constexpr (COUNT == 1) return v[0];
+    else return add(sum<COUNT / 2>(v), sum<COUNT / 2>(v + COUNT / 2));
+}
+// The sum of squares of the row that four lanes have, neighbours first, as triton/norm.py adds.
+DEV float sum_of_squares(const u32 (&row)[WORDS]) {
+    float v[WORDS];
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) {
+        float low = low_of(row[w]), high = high_of(row[w]);
+        v[w] = add(multiply(low, low), multiply(high, high));
+    }
+    exchange<WORDS / 2, 1>(v);
+    exchange<WORDS / 4, 2>(v);
+    float mine = sum<WORDS / 4>(v), both = add(mine, __shfl_xor_sync(~0u, mine, 2));
+    return add(both, __shfl_xor_sync(~0u, both, 1));
+}
+DEV void norm_row(u32 (&row)[WORDS], const u32 (&norm)[WORDS], float eps) {
+    float factor = inverse_root(add(multiply(sum_of_squares(row), 1.0f / DIM), eps));
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) {
+        u32 scaled = pack(multiply(low_of(row[w]), factor), multiply(high_of(row[w]), factor));
+        row[w] = pack(multiply(low_of(scaled), low_of(norm[w])), multiply(high_of(scaled), high_of(norm[w])));
+    }
+}
+DEV float turned(float mine, float cos, float other, float sin) { return multiply_add(mine, cos, multiply(other, sin)); }
+DEV void turn_row(u32 (&row)[WORDS], const float2 (&cos)[WORDS / 2], const float2 (&sin)[WORDS / 2]) {
+#pragma unroll
+    for (int w = 0; w < WORDS / 2; w++) {
+        u32 low = row[w], high = row[w + WORDS / 2];
+        float2 c = cos[w], s = sin[w];
+        row[w] = pack(turned(low_of(low), c.x, low_of(high), -s.x), turned(high_of(low), c.y, high_of(high), -s.y));
+        row[w + WORDS / 2] = pack(turned(low_of(high), c.x, low_of(low), s.x), turned(high_of(high), c.y, high_of(low), s.y));
+    }
+}
+DEV float largest(const float* of) { return fmaxf(fmaxf(of[0], of[1]), fmaxf(of[2], of[3])); }
+
+extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __grid_constant__ Product p) {
+    DYNAMIC_SHARED(room);
+    Shared& shared = *(Shared*)room;
+    launch_dependents();
+    int index = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads, heads = p.kv_heads * GROUP;
+    const int* item = p.items + index * FIELDS;
+    int row = item[0], slot = item[1], begin = item[2], end = item[3], oldest = max(item[4], 0), parts = item[5],
+        part = item[6], first = item[7], position = item[9] - 1;  // of the new token
+    if (index >= *p.num_items) {
+        if (blockIdx.x == 0) wait_before();  // a kernel has not ended before the one ahead of it has
+        return;
+    }
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
+    const int* table = p.table + slot * p.table_stride;
+    u16* slab = p.kv + kv_head * p.head_stride;
+    u32 keys = shared_address(shared.keys[0]), values = shared_address(shared.values[0]);
+    auto block_at = [&](int n) { return slab + (u32)table[min(max(n / BLOCK, oldest / BLOCK), (end - 1) / BLOCK)] * p.block_stride; };
+    // Sends for this warp's tokens of a round; the new one's place is left.
+    auto send = [&](int round, const u16* block) {
+        int start = begin + round * ROUND + 16 * warp;
+        const u16* from = block + (start % BLOCK * DIM + lane * 8);
+        u32 at = round % STAGES * (ROUND * DIM * 2);
+        if (start < end)
+#pragma unroll
+            for (int j = 0; j < CHUNKS / 2; j++) {
+                int token = (j * 32 + lane) / CHUNKS;
+                if (start + token != position) copy_async(keys + at + place(16 * warp + token, lane % CHUNKS), from + j * 256);
+            }
+        copies_commit();
+        if (start / TILE * TILE < end)
+#pragma unroll
+            for (int j = 0; j < CHUNKS / 2; j++) {
+                int token = (j * 32 + lane) / CHUNKS, n = start + token;
+                if (n != position)
+                    copy_async_or_zeros(values + at + place(16 * warp + token, lane % CHUNKS), from + p.kv_stride + j * 256,
+                                        n >= oldest && n < end);
+            }
+        copies_commit();
+    };
+    const u16* blocks[STAGES];
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) blocks[i] = block_at(begin + i * ROUND + 16 * warp);
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) send(i, blocks[i]);
+    bool owner = end > position && (position - begin) % ROUND / 16 == warp;
+    u16* home = block_at(position) + position % BLOCK * DIM;
+    float2 cos[WORDS / 2], sin[WORDS / 2];
+#pragma unroll
+    for (int w = 0; w < WORDS / 2; w++) {
+        i64 at = (i64)position * (DIM / 2) + 8 * w + 2 * t;
+        cos[w] = *(const float2*)(p.cos + at), sin[w] = *(const float2*)(p.sin + at);
+    }
+    u32 norms[NT][WORDS], q[NT][WORDS];
+    if (p.q_norm)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int w = 0; w < WORDS; w++)
+                norms[n][w] = *(const u32*)((8 * n + g < GROUP ? p.q_norm : p.k_norm) + 8 * w + 2 * t);
+    wait_before();
+
+    const u16* mine = p.qkv + row * p.row_stride;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        const u16* from = mine + (8 * n + g < GROUP ? kv_head * GROUP + 8 * n + g : heads + kv_head) * DIM + 2 * t;
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) q[n][w] = *(const u32*)(from + 8 * w);
+    }
+    uint4 value = make_uint4(0, 0, 0, 0);
+    if (owner && lane < CHUNKS) value = *(const uint4*)(mine + (heads + p.kv_heads + kv_head) * DIM + 8 * lane);
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        if (p.q_norm) norm_row(q[n], norms[n], p.eps);
+        turn_row(q[n], cos, sin);
+    }
+
+    // Of the whole, and of the piece that is being read: of queries 2 t and 2 t + 1 of each eight.
+    Row whole[NT][2], piece[NT][2];
+    float acc[MT][NT][4] = {}, piece_acc[MT][NT][4] = {};
+#pragma unroll
+    for (int n = 0; n < NT; n++) whole[n][0] = whole[n][1] = piece[n][0] = piece[n][1] = {NOTHING, 0};
+    auto add_piece = [&]() {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                Change c = add_row(whole[n][j], piece[n][j]);
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    acc[m][n][j] = multiply_add(acc[m][n][j], c.mine, multiply(piece_acc[m][n][j], c.theirs));
+                    acc[m][n][2 + j] = multiply_add(acc[m][n][2 + j], c.mine, multiply(piece_acc[m][n][2 + j], c.theirs));
+                }
+            }
+    };
+    float factor = multiply(p.scale, LOG2E);
+    for (int round = 0, start = begin; start < end; round++, start += ROUND) {
+        u32 at = round % STAGES * (ROUND * DIM * 2);
+        copies_wait<2 * STAGES - 1>();  // this round's keys are there
+        __syncwarp();
+        if (owner && start + ROUND > position) {
+            int token = position - start;
+            if (g == GROUP % 8)
+#pragma unroll
+                for (int w = 0; w < WORDS; w++) {
+                    *(u32*)(shared.keys[0] + at + place(token, w) + 4 * t) = q[NT - 1][w];
+                    *(u32*)(home + 8 * w + 2 * t) = q[NT - 1][w];
+                }
+            if (lane < CHUNKS) {
+                *(uint4*)(shared.values[0] + at + place(token, lane)) = value;
+                *(uint4*)(home + p.kv_stride + 8 * lane) = value;
+            }
+            __syncwarp();
+        }
+        float scores[NT][4] = {};
+#pragma unroll
+        for (int i = 0; i < DIM / 16; i++) {
+            uint4 a = load_matrices(keys + at + place(16 * warp + (lane & 15), 2 * i + lane / 16));
+#pragma unroll
+            for (int n = 0; n < NT; n++) mma<BFLOAT16>(scores[n], a.x, a.y, a.z, a.w, q[n][2 * i], q[n][2 * i + 1]);
+        }
+        int token = start + 16 * warp + g;
+        bool low = token >= oldest && token < end, high = token + 8 >= oldest && token + 8 < end;
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                scores[n][j] = low ? scores[n][j] : NOTHING, scores[n][2 + j] = high ? scores[n][2 + j] : NOTHING;
+                float top = fmaxf(scores[n][j], scores[n][2 + j]);
+#pragma unroll
+                for (int far = 4; far < 32; far *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, far));
+                if (g == 0) shared.top[8 * n + 2 * t + j][warp] = top;
+            }
+        copies_wait<2 * STAGES - 2>();  // and its values
+        __syncthreads();
+
+        bool begins[2] = {piece_begins(start, p.window_piece), piece_begins(start + TILE, p.window_piece)};
+        float highest[2][NT][2], shrink[2][NT][2];
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                int r = 8 * n + 2 * t + j;
+                float before = piece[n][j].highest, base[2];
+#pragma unroll
+                for (int tile = 0; tile < 2; tile++) {
+                    float top = multiply(largest(shared.top[r] + 4 * tile), factor);
+                    highest[tile][n][j] = begins[tile] ? top : fmaxf(before, top);
+                    base[tile] = base_of(highest[tile][n][j]);
+                    shrink[tile][n][j] = begins[tile] ? 0.0f : power_of_two(before - base[tile]);
+                    before = highest[tile][n][j];
+                }
+                float own = warp < WARPS / 2 ? base[0] : base[1];
+                float a = power_of_two(multiply_add(scores[n][j], factor, -own));
+                float b = power_of_two(multiply_add(scores[n][2 + j], factor, -own));
+                u32 sum = whole_number(a) + whole_number(b);
+#pragma unroll
+                for (int far = 4; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
+                if (g == 0) shared.total[r][warp] = sum;
+                shared.weights[r][16 * warp + g] = narrow(a), shared.weights[r][16 * warp + g + 8] = narrow(b);
+            }
+        __syncthreads();
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            if (start + tile * TILE >= end) break;
+            if (begins[tile]) add_piece();
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const u32* of = shared.total[8 * n + 2 * t + j] + 4 * tile;
+                    float by = shrink[tile][n][j];
+                    piece[n][j] = {highest[tile][n][j],
+                                   multiply_add(piece[n][j].weight, by, sum_of(of[0] + of[1] + of[2] + of[3]))};
+#pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        piece_acc[m][n][j] = multiply(piece_acc[m][n][j], by);
+                        piece_acc[m][n][2 + j] = multiply(piece_acc[m][n][2 + j], by);
+                    }
+                }
+            if (warp * MT * 16 >= DIM) continue;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {  // 32 tokens
+                uint4 b[NT];
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+                    b[n] = load_matrices(shared_address(shared.weights[8 * n + (lane & 7)] + tile * TILE + half * 32 + lane / 8 * 8));
+#pragma unroll
+                for (int k = 0; k < 2; k++)
+#pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        int of = tile * TILE + half * 32 + k * 16 + lane / 16 * 8 + (lane & 7);
+                        uint4 a = load_transposed(values + at + place(of, 2 * (warp * MT + m) + (lane >> 3 & 1)));
+#pragma unroll
+                        for (int n = 0; n < NT; n++)
+                            mma<BFLOAT16>(piece_acc[m][n], a.x, a.y, a.z, a.w, k ? b[n].z : b[n].x, k ? b[n].w : b[n].y);
+                    }
+            }
+        }
+        if (start + ROUND < end) {
+            __syncthreads();  // what this round's copies and sums were for is done
+            send(round + STAGES, block_at(start + STAGES * ROUND + 16 * warp));
+        }
+    }
+    add_piece();
+    copies_wait<0>();
+
+    bool alone = parts == 1;
+    i64 to = (i64)(first + part) * heads + kv_head * GROUP;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            int member = 8 * n + 2 * t + j;
+            if (member >= GROUP) continue;
+            Row sums = whole[n][j];
+            float2 f = make_float2(0, 0);
+            if (alone) f = last_factors(p, sums, kv_head * GROUP + member);
+            else if (warp == 0 && g == 0) ((float2*)p.stats)[to + member] = make_float2(sums.highest, sums.weight);
+#pragma unroll
+            for (int i = 0; i < 2 * MT; i++) {
+                int m = i / 2, d = (warp * MT + m) * 16 + i % 2 * 8 + g;
+                if (d >= DIM) continue;
+                float sum = acc[m][n][i % 2 * 2 + j];
+                if (alone) p.out[((i64)row * heads + kv_head * GROUP + member) * DIM + d] = narrow(finished(p, sum, f));
+                else p.sums[(to + member) * DIM + d] = sum;
+            }
+        }
+    if (alone) return;
+    __syncthreads();  // all of this program's sums are written before it says so
+    if (threadIdx.x == 0) {
+        int* counter = p.finished + slot * p.kv_heads + kv_head;
+        shared.last = count_up(counter) == parts - 1;
+        if (shared.last) *counter = 0;
+    }
+    __syncthreads();
+    if (shared.last) add_up(p, row, first, parts, kv_head);
+}
