@@ -152,7 +152,7 @@ def test_without_a_compiler_triton_serves(monkeypatch: pytest.MonkeyPatch, caplo
     find = cuda.kernels.__wrapped__
     with caplog.at_level(logging.WARNING):
         assert find(cuda.NEW_TOKENS, form, device) is None
-    assert caplog.messages == ["attention over codes goes through Triton's kernels: no NVRTC"]
+    assert caplog.messages == ["attention goes through Triton's kernels: no NVRTC"]
     monkeypatch.setattr(cuda, "Module", lambda *given: given)
     for capability, served in (((8, 6), set()), ((8, 9), {cuda.NEW_TOKENS}), ((9, 0), {cuda.NEW_TOKENS, cuda.PROMPTS}),
                                ((12, 0), {cuda.NEW_TOKENS})):
