@@ -117,15 +117,17 @@ def starved_blocks(comparison: Comparison, block_size: int) -> int:
 @click.option("--device", default="auto")
 @click.option("--dtype", default="auto")
 @click.option("--fast", is_flag=True)
+@click.option("--gpu-memory", default=None, help="As spill serve takes it, where others use the card too.")
 @click.option("--requests", default=64, show_default=True)
 @click.option("--tokens", default=128, show_default=True)
 @click.option("--random", "draws", default=4, show_default=True, help="Schedules drawn at random.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=None, metavar="FILE")
-def main(model: str | None, device: str, dtype: str, fast: bool, requests: int, tokens: int, draws: int,
-         seed: int, output: Path | None) -> None:
-    flags = {"model": model, "device": device, "dtype": dtype, "fast": fast,
-             "max_model_len": MAX_LEN, "max_num_seqs": 64, "block_size": 16}
+def main(model: str | None, device: str, dtype: str, fast: bool, gpu_memory: str | None, requests: int, tokens: int,
+         draws: int, seed: int, output: Path | None) -> None:
+    flags: dict[str, Any] = {
+        "model": model, "device": device, "dtype": dtype, "fast": fast, "gpu_memory": gpu_memory,
+        "max_model_len": MAX_LEN, "max_num_seqs": 64, "block_size": 16}
     compared = Comparison(flags, requests, tokens, output)
     compared.one_by_one()
     few = starved_blocks(compared, 16)
