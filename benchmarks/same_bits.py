@@ -73,6 +73,8 @@ class Comparison:
         """Ask for all at once, `times` times. `moves`: what must have moved: preempted, tiers or weights."""
         order = order or range(len(self.prompts))
         different: dict[int, int] = {}  # request: the first token that differs
+        if "num_gpu_blocks_override" in flags:
+            flags["gpu_memory"] = None  # the two say the same
         with LLM(**{**self.flags, **flags}) as llm:
             for _ in range(times):
                 found = self._ask(llm, [self.prompts[index] for index in order])

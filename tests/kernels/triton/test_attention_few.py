@@ -74,8 +74,9 @@ class Step:
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size", "window", "sinks", "normed"), [
     (4, 2, 64, 16, None, False, True),
     (4, 2, 64, 32, 100, True, False),
-    (8, 1, 128, 16, None, True, True),  # with the new key, more than eight rows
+    (8, 1, 128, 16, None, True, True),  # eights of rows have no room for the new key
     (15, 1, 64, 16, None, False, False),
+    (16, 1, 64, 16, 200, False, True),
     (6, 2, 128, 64, 100, True, True),
     (2, 1, 256, 16, None, False, True),
 ])
@@ -139,7 +140,7 @@ def test_who_is_served_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.few(pool, replace(step.batch, kv_dtype="fp8")) is None
     assert step.few(pool, replace(step.batch, work=replace(work, tiles=torch.zeros(1, 2)))) is None
     assert step.few(pool, replace(step.batch, block_size=8)) is None
-    for shape in ((4, 2, 64, 16, torch.float32), (4, 2, 32, 16, DTYPES[1]), (16, 1, 64, 16, DTYPES[1])):
+    for shape in ((4, 2, 64, 16, torch.float32), (4, 2, 32, 16, DTYPES[1]), (17, 1, 64, 16, DTYPES[1])):
         *numbers, dtype = shape
         other = Step(*numbers, None, False, False, [30, 40], dtype)
         assert other.few(other.case.kv) is None

@@ -7,14 +7,16 @@
 // v still runs. It may: no kernel of a step writes the keys of earlier tokens, the step's items or its block tables,
 // after the first that waits for all before it. Keys and values come in rounds of two tiles, 16 tokens a warp; a warp
 // multiplies its own keys, then 16 dimensions of all values. Keys and values are the left operands of mma, queries and
-// weights the right ones; the row behind the queries is the new key, which is normed and turned with them.
+// weights the right ones. Where eights of rows have room behind the queries, the new key is the row there, normed and
+// turned with them; else the warp that has its place does that.
 #include "instructions.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, ROUND = 16 * WARPS;
 constexpr float RAISED = 1.0f;
 #include "attention_softmax.cuh"
 
-constexpr int NT = GROUP / 8 + 1;               // eights of rows
+constexpr bool ROOM = GROUP % 8;                // for the new key
+constexpr int NT = (GROUP + 7) / 8;             // eights of rows
 constexpr int WORDS = DIM / 8;                  // of a row in a lane: the n-th has 2 of dimensions 8 n to 8 n + 7
 constexpr int CHUNKS = DIM / 8;                 // of 16 bytes, of a token
 constexpr int MT = DIM <= 128 ? 1 : DIM / 128;  // tiles of 16 dimensions of a warp
@@ -145,13 +147,16 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
         i64 at = (i64)position * (DIM / 2) + 8 * w + 2 * t;
         cos[w] = *(const float2*)(p.cos + at), sin[w] = *(const float2*)(p.sin + at);
     }
-    u32 norms[NT][WORDS], q[NT][WORDS];
+    u32 norms[NT][WORDS], key_norm[WORDS], q[NT][WORDS], key[WORDS];
     if (p.q_norm)
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int w = 0; w < WORDS; w++)
                 norms[n][w] = *(const u32*)((8 * n + g < GROUP ? p.q_norm : p.k_norm) + 8 * w + 2 * t);
+    if (!ROOM && p.q_norm && owner)
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) key_norm[w] = *(const u32*)(p.k_norm + 8 * w + 2 * t);
     wait_before();
 
     const u16* mine = p.qkv + row * p.row_stride;
@@ -161,12 +166,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
 #pragma unroll
         for (int w = 0; w < WORDS; w++) q[n][w] = *(const u32*)(from + 8 * w);
     }
+    if (!ROOM && owner)
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) key[w] = *(const u32*)(mine + (heads + kv_head) * DIM + 8 * w + 2 * t);
     uint4 value = make_uint4(0, 0, 0, 0);
     if (owner && lane < CHUNKS) value = *(const uint4*)(mine + (heads + p.kv_heads + kv_head) * DIM + 8 * lane);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
         if (p.q_norm) norm_row(q[n], norms[n], p.eps);
         turn_row(q[n], cos, sin);
+    }
+    if (!ROOM && owner) {
+        if (p.q_norm) norm_row(key, key_norm, p.eps);
+        turn_row(key, cos, sin);
     }
 
     // Of the whole, and of the piece that is being read: of queries 2 t and 2 t + 1 of each eight.
@@ -197,8 +209,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
             if (g == GROUP % 8)
 #pragma unroll
                 for (int w = 0; w < WORDS; w++) {
-                    *(u32*)(shared.keys[0] + at + place(token, w) + 4 * t) = q[NT - 1][w];
-                    *(u32*)(home + 8 * w + 2 * t) = q[NT - 1][w];
+                    u32 of = ROOM ? q[NT - 1][w] : key[w];
+                    *(u32*)(shared.keys[0] + at + place(token, w) + 4 * t) = of;
+                    *(u32*)(home + 8 * w + 2 * t) = of;
                 }
             if (lane < CHUNKS) {
                 *(uint4*)(shared.values[0] + at + place(token, lane)) = value;

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parent / "attention_few.cu"
 REQUESTS = 2  # most that are few: of more, programs hide each other's waits
 DIMS = (64, 128, 256)
 THREADS, ROUND = 256, 128
-MOST_GROUP = 15  # queries that share a key
+MOST_GROUP = 16  # queries that share a key
 
 
 class Product(ctypes.Structure):
@@ -35,7 +35,7 @@ class Product(ctypes.Structure):
 
 def shared_bytes(dim: int, group: int) -> int:
     """Return the shared memory of a program: rounds of keys and values, weights, and sums of warps."""
-    rounds, rows = 2 if dim <= 128 else 1, group // 8 * 8 + 8
+    rounds, rows = 2 if dim <= 128 else 1, -(-group // 8) * 8
     return rounds * ROUND * dim * 4 + rows * (2 * (ROUND + 8) + 2 * 4 * THREADS // 32) + 128
 
 
