@@ -49,7 +49,7 @@ class Offload:
         if start + num_blocks > self._kv.num_ready(seq) or sequence.failures == MAX_FAILURES:
             return False
         blocks = self._kv.table(seq)[start : start + num_blocks]
-        entries = self._store.offload(blocks, partial(self._copied, sequence))
+        entries = self._store.private.offload(blocks, partial(self._copied, sequence))
         if entries is None:
             return False
         self._kv.reset_prefix_cache()
@@ -67,7 +67,7 @@ class Offload:
         """Give up the slots of a sequence that ends."""
         if seq in self._sequences:
             sequence = self._sequences.pop(seq)
-            self._store.release(sequence.entries + sequence.moving)
+            self._store.private.release(sequence.entries + sequence.moving)
 
     def _copied(self, sequence: _Offloaded, blocks: Sequence[int], _entries: Sequence[Entry]) -> None:
         sequence.copies -= len(blocks)
@@ -77,8 +77,8 @@ class Offload:
         moved, sequence.moving = sequence.moving, []
         if all(entry.ready for entry in moved):
             sequence.entries += moved
-            sequence.addresses += tuple(self._store.address(entry) for entry in moved)
+            sequence.addresses += tuple(self._store.private.address(entry) for entry in moved)
             self._kv.drop_offloaded(seq, len(sequence.entries))
         else:
             sequence.failures += 1
-            self._store.release(moved)
+            self._store.private.release(moved)

@@ -21,6 +21,7 @@ from spillover.memory.spill.copies import LinkCopies
 from spillover.memory.spill.direct import DirectCopies, DirectIn
 from spillover.memory.spill.host import Entry, HostCache, Slots
 from spillover.memory.spill.loads import CopyEnd, Fetch, Load, LoadState, Search
+from spillover.memory.spill.private_slots import PrivateSlots
 from spillover.memory.spill.report import TierReport
 from spillover.memory.spill.store_report import HostReport, tier_reports
 from spillover.memory.spill.tier_rates import TierRates
@@ -61,6 +62,7 @@ class SpillStore:
         self._wake = wake or threading.Event()
         self.copies = LinkCopies(link, self._host.slots, self.rates.get("host", LINK_RATE), self._wake.set)
         self.direct = DirectCopies(link, self.tiers, self.keeps)
+        self.private = PrivateSlots(self._host, self.copies, self._unpin)
         self._fetches: list[Fetch] = []
         self._below = Below(self.tiers, self._found_below)
         self._writes = WriteDown(self._host, self.tiers, self._admission, self._below.offered, self._unpin)
@@ -68,7 +70,6 @@ class SpillStore:
         self._copyable: list[Load] = []  # held, with a block to go to
         self._waiters: dict[bytes, list[Load]] = {}  # loads of an entry that is still arriving
         self._hits: dict[str, int] = {}
-        self._offloaded = 0
         self._short = 0  # blocks that lately found no slot
 
     # Spilling
@@ -181,34 +182,6 @@ class SpillStore:
         """Return how long loading n blocks from the tier takes, as far as is known."""
         way = {tier} if self.direct.reaches(tier) else {tier, "host"}
         return self.rates.seconds(way, blocks * self.link.slot_bytes)
-
-    # Blocks of a live sequence that the device has no room for
-
-    def offload(self, blocks: Sequence[int], on_end: CopyEnd) -> list[Entry] | None:
-        """Copies blocks to slots that stay theirs until release; None if there are not enough."""
-        entries: list[Entry] = []
-        for _ in blocks:
-            self._offloaded += 1
-            entry = self._host.reserve(b"offloaded" + self._offloaded.to_bytes(8, "little"))
-            if entry is None:
-                for taken in entries:
-                    taken.pins = 0  # none of them is ready
-                    self._host.drop(taken)
-                return None
-            entry.private = True
-            self._host.pin(entry)  # beside the copy's own
-            entries.append(entry)
-        self.copies.start_out(blocks, entries, on_end)
-        return entries
-
-    def release(self, entries: Sequence[Entry]) -> None:
-        """Give offloaded blocks' slots up, each at once or when the copy into it has ended."""
-        for entry in entries:
-            self._unpin(entry)
-
-    def address(self, entry: Entry) -> int:
-        """Return where the block lies in host memory."""
-        return self._host.slots.address(entry.slot)
 
     # Time passing
 
