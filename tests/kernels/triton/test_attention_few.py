@@ -147,5 +147,8 @@ def test_who_is_served_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "REQUESTS", 1)
     assert step.few(pool) is None
     monkeypatch.setattr(few, "REQUESTS", 2)
+    with monkeypatch.context() as small:  # a card with less shared memory
+        small.setattr(few, "shared_bytes", lambda *_: 1 << 30)
+        assert step.few(pool) is None
     monkeypatch.setattr(few, "kernels", lambda *_: None)
     assert step.few(pool) is None

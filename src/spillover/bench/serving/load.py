@@ -163,7 +163,7 @@ class _Generator:
         await sleep_until(self._start)
         ticking = asyncio.create_task(self._tick())
         busy, begun = time.thread_time(), time.perf_counter()
-        together = self._options.arrivals.static_batch_size or len(self._share)
+        together = self._options.arrivals.static_batch_size or len(self._share) or 1
         try:
             for first in range(0, len(self._share), together):
                 async with asyncio.TaskGroup() as group:

@@ -24,7 +24,7 @@ class Arrivals:
     """Open loop at a rate or at a trace's times; closed loop where the rate is infinite and `max_concurrency` is set.
 
     With both, requests arrive in open loop and wait in the client while `max_concurrency` are under way. With
-    `static_batch_size`, that many are sent together, and the next when all of them have ended.
+    `static_batch_size` n, n requests are sent together, and the next n once all of these have ended.
     """
 
     rate: float = math.inf  # requests a second

@@ -50,9 +50,9 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
               help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier, inf is even.")
 @click.option("--max-concurrency", default=None, callback=comma_list(click.INT), metavar="INT,...",
               help="Maximum concurrent requests; others wait in the client.")
-@click.option("--static-batch-size", type=click.IntRange(min=1), default=None,
-              help="Static batching by the client: send this many requests together, and the next when all of them "
-                   "have ended.")
+@click.option("--static-batch-size", type=click.IntRange(min=1), default=None, metavar="N",
+              help="Static batching by the client: send N requests together, and the next N once all of these have "
+                   "ended.")
 @click.option("--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), default=None,
               help="Raise the rate from --ramp-up-start-rps to --ramp-up-end-rps, linearly or exponentially.")
 @click.option("--ramp-up-start-rps", type=float, default=0.0, help="Requests per second at the first request.")

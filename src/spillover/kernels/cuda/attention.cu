@@ -48,19 +48,6 @@ DEV void attend(const Product& p, u8* room) {
         float acc[MT][NT][4] = {}, piece_acc[MT][NT][4] = {};
 #pragma unroll
         for (int n = 0; n < NT; n++) whole[n][0] = whole[n][1] = piece[n][0] = piece[n][1] = {NOTHING, 0};
-        auto add_piece = [&]() {
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    Change c = add_row(whole[n][j], piece[n][j]);
-#pragma unroll
-                    for (int m = 0; m < MT; m++) {
-                        acc[m][n][j] = multiply_add(acc[m][n][j], c.mine, multiply(piece_acc[m][n][j], c.theirs));
-                        acc[m][n][2 + j] = multiply_add(acc[m][n][2 + j], c.mine, multiply(piece_acc[m][n][2 + j], c.theirs));
-                    }
-                }
-        };
         for (int index = 0; index < codes.tiles; index++) {
             int start = begin + index * TILE;
             int block = block_of(codes, start + 3 * TILE);
@@ -108,7 +95,7 @@ DEV void attend(const Product& p, u8* room) {
             copies_commit();
 
             bool begins = piece_begins(start, p.window_piece);
-            if (begins) add_piece();
+            if (begins) add_piece(whole, piece, acc, piece_acc);
             float shrink[NT][2];
             float2 raised = make_float2(multiply(value_scales.x, RAISED), multiply(value_scales.y, RAISED));
 #pragma unroll
@@ -159,7 +146,7 @@ DEV void attend(const Product& p, u8* room) {
             }
             codes.next = codes.after, codes.after = block;
         }
-        add_piece();
+        add_piece(whole, piece, acc, piece_acc);
         copies_wait<0>();
 
         bool alone = parts == 1;

@@ -186,19 +186,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
     float acc[MT][NT][4] = {}, piece_acc[MT][NT][4] = {};
 #pragma unroll
     for (int n = 0; n < NT; n++) whole[n][0] = whole[n][1] = piece[n][0] = piece[n][1] = {NOTHING, 0};
-    auto add_piece = [&]() {
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                Change c = add_row(whole[n][j], piece[n][j]);
-#pragma unroll
-                for (int m = 0; m < MT; m++) {
-                    acc[m][n][j] = multiply_add(acc[m][n][j], c.mine, multiply(piece_acc[m][n][j], c.theirs));
-                    acc[m][n][2 + j] = multiply_add(acc[m][n][2 + j], c.mine, multiply(piece_acc[m][n][2 + j], c.theirs));
-                }
-            }
-    };
     float factor = multiply(p.scale, LOG2E);
     for (int round = 0, start = begin; start < end; round++, start += ROUND) {
         u32 at = round % STAGES * (ROUND * DIM * 2);
@@ -270,7 +257,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
             if (start + tile * TILE >= end) break;
-            if (begins[tile]) add_piece();
+            if (begins[tile]) add_piece(whole, piece, acc, piece_acc);
 #pragma unroll
             for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -309,7 +296,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
             send(round + STAGES, block_at(start + STAGES * ROUND + 16 * warp));
         }
     }
-    add_piece();
+    add_piece(whole, piece, acc, piece_acc);
     copies_wait<0>();
 
     bool alone = parts == 1;

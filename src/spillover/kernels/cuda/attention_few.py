@@ -63,7 +63,8 @@ def attend_few(
             and work.splits.shape[0] * kv_heads <= PROGRAMS):
         return None
     module = kernels(SOURCE, Form(dim, group, batch.block_size, batch.kv_dtype, qkv.dtype), qkv.device)
-    if module is None:
+    shared = shared_bytes(dim, group)
+    if module is None or shared > module.shared:
         return None
     assert work.num_splits is not None
     assert work.scratch is not None
@@ -84,6 +85,6 @@ def attend_few(
         kv_stride=kv_stride, head_stride=head_stride, scale=scale, eps=eps, kv_heads=kv_heads,
         window_piece=window_piece(window), sinks_float=sinks is not None and sinks.dtype is torch.float32,
     )
-    module.launch("attention_few", work.splits.shape[0] * kv_heads, THREADS, product, shared_bytes(dim, group),
+    module.launch("attention_few", work.splits.shape[0] * kv_heads, THREADS, product, shared,
                   early(qkv.device)["EARLY"])
     return out

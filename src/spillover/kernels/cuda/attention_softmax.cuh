@@ -30,6 +30,21 @@ DEV Change add_row(Row& row, const Row& piece) {
     row = {higher, multiply_add(row.weight, c.mine, multiply(piece.weight, c.theirs))};
     return c;
 }
+// Adds the sums of a piece to those of the whole; of queries 2 t and 2 t + 1 of each eight, and tiles of dimensions.
+template <int MT, int NT>
+DEV void add_piece(Row (&whole)[NT][2], const Row (&piece)[NT][2], float (&acc)[MT][NT][4], const float (&piece_acc)[MT][NT][4]) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            Change c = add_row(whole[n][j], piece[n][j]);
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                acc[m][n][j] = multiply_add(acc[m][n][j], c.mine, multiply(piece_acc[m][n][j], c.theirs));
+                acc[m][n][2 + j] = multiply_add(acc[m][n][2 + j], c.mine, multiply(piece_acc[m][n][2 + j], c.theirs));
+            }
+        }
+}
 // What values of a row are to be multiplied by at the end, first by one and then by the other.
 template <class P> DEV float2 last_factors(const P& p, Row row, int head) {
     float mine = 1.0f;

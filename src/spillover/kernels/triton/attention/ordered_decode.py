@@ -186,14 +186,14 @@ def _ordered_decode(
                 _leave(highest, weight, acc, place, there, d, sums_ptr, stats_ptr, DIM)
         else:
             _end_piece(highest, weight, acc, place, parts, finished_ptr + slot * KV_HEADS + kv_head,
-                      (first * KV_HEADS + kv_head) * GROUP, kv_head, there, d, out_ptr + row * (HEADS * DIM), sums_ptr,
-                      stats_ptr, sinks_ptr, HEADS, GROUP, FEW, DIM, PADDED, SINKS, CODES)
+                       (first * KV_HEADS + kv_head) * GROUP, kv_head, there, d, out_ptr + row * (HEADS * DIM), sums_ptr,
+                       stats_ptr, sinks_ptr, HEADS, GROUP, FEW, DIM, PADDED, SINKS, CODES)
 
 
 @triton.jit
 def _end_piece(highest, weight, acc, place, parts, counter, first, kv_head, there, d, out_ptr, sums_ptr, stats_ptr,
-              sinks_ptr, HEADS: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr,
-              PADDED: tl.constexpr, SINKS: tl.constexpr, CODES: tl.constexpr):
+               sinks_ptr, HEADS: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr,
+               PADDED: tl.constexpr, SINKS: tl.constexpr, CODES: tl.constexpr):
     """Store the result of a sequence that is one item; else leave the sums of a piece at `place` [ROWS], and add up all
     pieces, which begin at `first`, if this one is the last of its key head to end."""
     if parts == 1:
