@@ -287,14 +287,15 @@ def test_a_source_is_compiled_once_for_a_device_and_a_compiler(nvrtc: Nvrtc, tmp
     source.write_text("void kernel() {}")
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin1"
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin1"
-    options = f"sm_90 --include-path={tmp_path} --device-as-default-execution-space"
+    options = f"sm_90 --include-path={tmp_path / 'include'} --device-as-default-execution-space"
     assert nvrtc.compiled == [options.encode()]
     assert compiled.compiled(source, ("sm_120",)) == b"\0bin2"
     nvrtc.release = 9
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin3"
     source.write_text("void kernel() { }")
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin4"
-    (tmp_path / "included.cuh").write_text("int included;")
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "included.cuh").write_text("int included;")
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin5"
     assert len(list((tmp_path / "cache" / "cuda").iterdir())) == 5
 

@@ -50,8 +50,8 @@ class EmulatedModule:
 
 @cache
 def _library(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
-    beside = sorted(source.parent.glob("*.cuh"))
-    return built((*FLAGS, *options, f'-DSOURCE="{source.name}"'), _EMULATOR, (source, *beside))
+    headers = sorted(source.parent.glob("include/*.cuh"))
+    return built((*FLAGS, *options, f'-DSOURCE="{source.name}"'), _EMULATOR, (source, *headers))
 
 
 def built(options: tuple[str, ...], source: Path, included: tuple[Path, ...]) -> ctypes.CDLL:

@@ -104,7 +104,8 @@ def architecture(device: torch.device) -> tuple[str, ...]:
 
 
 def compiled(source: Path, options: tuple[str, ...]) -> bytes:
-    """Return the binary of a source, from the cache folder if it is there. It may include what lies beside it."""
+    """Return the binary of a source, from the cache folder if it is there. It may include what lies in the folder
+    `include` beside it."""
     from torch.cuda._utils import _get_gpu_rtc_library
 
     nvrtc = _get_gpu_rtc_library()
@@ -112,13 +113,14 @@ def compiled(source: Path, options: tuple[str, ...]) -> bytes:
     nvrtc.nvrtcVersion(byref(version[0]), byref(version[1]))
     text = source.read_bytes()
     named = "\0".join((*options, *(str(part.value) for part in version))).encode()
-    beside = b"\0".join(path.read_bytes() for path in sorted(source.parent.glob("*.cuh")))
-    digest = hashlib.blake2b(b"\0".join((named, text, beside)), digest_size=10).hexdigest()
+    headers = source.parent / "include"
+    included = b"\0".join(path.read_bytes() for path in sorted(headers.glob("*.cuh")))
+    digest = hashlib.blake2b(b"\0".join((named, text, included)), digest_size=10).hexdigest()
     path: Path | None = None
     with contextlib.suppress(OSError):  # without a folder it is compiled every time
         path = cache_folder("cuda") / f"{source.stem}-{digest}.cubin"
         return path.read_bytes()
-    binary = _compile(nvrtc, source.name, text, (*options, f"--include-path={source.parent}"))
+    binary = _compile(nvrtc, source.name, text, (*options, f"--include-path={headers}"))
     if path is not None:
         with contextlib.suppress(OSError):
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
