@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spillover.kernels.cuda import attention, attention_few, coded_linear, fp8_linear, mixture, ordered_gemm
+from spillover.kernels.cuda import attention, attention_few, attention_prefill, coded_linear, fp8_linear, mixture, ordered_gemm
 from spillover.kernels.cuda.driver import compiled
 from spillover.kernels.cuda.peers import exchange
 from spillover.kernels.formats.coded_cuda import tile_form
@@ -37,6 +37,7 @@ def wanted() -> list[tuple[Path, tuple[str, ...]]]:
     listed += [(source, attention.Form(128, 4, 16, "fp8", HALF).options)
                for source in (attention.NEW_TOKENS, attention.PROMPTS)]
     listed += [(attention_few.SOURCE, attention.Form(dim, 8, 16, "auto", HALF).options) for dim in (64, 256)]
+    listed += [(attention_prefill.SOURCE, attention.Form(128, 4, 16, "auto", HALF).options)]
     return [*listed, (exchange.SOURCE, ())]
 
 

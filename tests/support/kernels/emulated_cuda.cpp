@@ -93,6 +93,10 @@ static inline unsigned __shfl_xor_sync(unsigned, unsigned v, int far) {
 static inline float __shfl_xor_sync(unsigned mask, float v, int far) {
     return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(v), far));
 }
+static inline int __any_sync(unsigned mask, int v) {
+    for (int far = 1; far < 32; far *= 2) v |= (int)__shfl_xor_sync(mask, (unsigned)v, far);
+    return v;
+}
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
@@ -177,6 +181,9 @@ template <bool BF16> static inline void mma(float (&c)[4], unsigned a0, unsigned
     warp_sync();
 }
 static inline float power_of_two(float v) { float r = exp2f(v); return r < 0x1p-126f ? 0.0f : r; }
+static inline int uniform(int v) { return v; }
+static inline float power_in_order(float v) { return power_of_two(v); }
+static inline void part_ways(bool) {}
 static inline float inverse_root(float v) { return 1.0f / sqrtf(v); }
 static inline float fast_exp(float v) { return expf(v); }
 static inline void launch_dependents() {}
@@ -314,10 +321,10 @@ template <int NT> static inline void wgmma_ends(float (&)[NT][4]) {}
 template <int NT> static inline void wgmma_settle(float (&)[NT][4]) {}
 // The right operand lies where a descriptor says: rows of 128 bytes, units of 16 bytes swizzled by bits 7 to 9 of their
 // address.
-template <bool BF16, int NT>
+template <bool BF16, int NT, bool BY_INPUTS = false>
 static inline void wgmma(float (&c)[NT][4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b, int more) {
     if (b >> 62 != 1) abort();
-    unsigned words[] = {a0, a1, a2, a3}, start = (b & 0x3FFF) << 4, apart = (b >> 32 & 0x3FFF) << 4;
+    unsigned words[] = {a0, a1, a2, a3}, start = (b & 0x3FFF) << 4, apart = (b >> 32 & 0x3FFF) << 4, far = (b >> 16 & 0x3FFF) << 4;
     for (int i = 0; i < 8; i++) operands[self()][i] = number<BF16>(words[i / 2], i % 2);
     warpgroup_sync();
     int warp = self() / 32 * 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -326,7 +333,8 @@ static inline void wgmma(float (&c)[NT][4], unsigned a0, unsigned a1, unsigned a
             int row = i / 2, column = 2 * t + i % 2;
             double sum = 0;
             for (int k = 0; k < 16; k++) {
-                unsigned at = start + n * apart + column * 128 + k * 2;
+                unsigned at = start + (BY_INPUTS ? n / 8 * far + k / 8 * apart + k % 8 * 128 + n % 8 * 16 + column * 2
+                                                 : n * apart + column * 128 + k * 2);
                 at ^= (at >> 7 & 7) << 4;
                 unsigned word = *shared<uint16_t>(at);
                 sum += (double)operands[warp + g * 4 + k % 8 / 2][2 * row + k / 8 * 4 + k % 2] * number<BF16>(word, 0);
@@ -334,6 +342,17 @@ static inline void wgmma(float (&c)[NT][4], unsigned a0, unsigned a1, unsigned a
             c[n][i] = (float)((more ? c[n][i] : 0) + sum);
         }
     warpgroup_sync();
+}
+
+// The left one too.
+template <bool BF16> static inline void wgmma(float (&c)[8][4], unsigned long long a, unsigned long long b, int more) {
+    unsigned start = (a & 0x3FFF) << 4, words[4];
+    int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int i = 0; i < 4; i++) {
+        unsigned at = start + (row / 8 + i % 2) * 1024 + row % 8 * 128 + (2 * t + i / 2 * 8) * 2;
+        words[i] = *shared<unsigned>(at ^ (at >> 7 & 7) << 4);
+    }
+    wgmma<BF16, 8>(c, words[0], words[1], words[2], words[3], b, more);
 }
 
 static inline unsigned transposed(unsigned v) {
@@ -346,6 +365,7 @@ static inline unsigned transposed(unsigned v) {
     return r;
 }
 static inline unsigned long long tile_operand(unsigned at) { return 1ull << 62 | 64ull << 32 | 1ull << 16 | at >> 4; }
+static inline unsigned long long rows_operand(unsigned at, int apart) { return 1ull << 62 | 64ull << 32 | (unsigned long long)(apart / 16) << 16 | at >> 4; }
 #ifdef SUMS  // both operands in shared memory; products are added in their order
 static inline void settle(float (&)[SUMS]) {}
 // The numbers of a row of an operand, in their order.

@@ -20,7 +20,8 @@ from spillover.kernels.triton.launch import early
 log = logging.getLogger("spillover.kernels")
 
 NEW_TOKENS, PROMPTS = (Path(__file__).parent / name for name in ("attention.cu", "attention_prompt.cu"))
-CAPABILITY, PROMPT_CAPABILITY = (8, 9), (9, 0)  # from there on FP8 is converted; the one with wgmma
+CAPABILITY, WGMMA_CAPABILITY = (8, 9), (9, 0)  # from there on FP8 is converted; the one with wgmma
+WITH_WGMMA = ("attention_prompt.cu", "attention_prefill.cu")
 DIMS = (64, 128)
 BLOCKS = (16, 32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -122,7 +123,7 @@ def kernels(source: Path, form: Form, device: torch.device) -> Module | None:
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)
-    if capability < CAPABILITY or (source == PROMPTS and capability != PROMPT_CAPABILITY):
+    if capability < CAPABILITY or (source.name in WITH_WGMMA and capability != WGMMA_CAPABILITY):
         return None
     try:
         return Module(source, form.options, device)

@@ -74,6 +74,11 @@ DEV float from_half(u32 v) { float d; asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(
 DEV u32 to_half2(float low, float high) { u32 d; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
 DEV u32 to_bf16x2(float low, float high) { u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
 DEV float power_of_two(float v) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
+// Likewise, in the order in which it is written.
+DEV float power_in_order(float v) { float d; asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
+// What is written behind this comes no sooner: instructions are moved within straight code, and here is a branch, which
+// is never taken.
+DEV void part_ways(bool never) { if (__any_sync(~0u, never)) asm volatile("nanosleep.u32 0;" ::: "memory"); }
 DEV float inverse_root(float v) { float d; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
 DEV float fast_exp(float v) { return power_of_two(v * 1.4426950408889634f); }
 // The operations that Triton has for a sigmoid: few rows of a gated product go through a kernel of its own.
@@ -83,6 +88,8 @@ DEV float sigmoid(float v) {
         "div.full.f32 %0, 0f3F800000, t;}" : "=f"(d) : "f"(v));
     return d;
 }
+// A number that a warp's lanes have alike, as the compiler is to know: what is made of it is kept once for a warp.
+DEV int uniform(int v) { return __shfl_sync(~0u, v, 0); }
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEV void copy_async(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
 DEV void copy_async_or_zeros(u32 to, const void* from, bool there) {
@@ -156,20 +163,32 @@ template <int LEFT> DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.
 #define C16(n) C4(n), C4(n + 1), C4(n + 2), C4(n + 3)
 #define D16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
     "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h ",%" #i ",%" #j ",%" #k ",%" #l ",%" #m ",%" #n ",%" #o ",%" #p
-#define WGMMA_OF(N, TYPE, D, A0, A1, A2, A3, B, MORE, ...) \
+#define WGMMA_OF(N, TYPE, ORDER, D, A0, A1, A2, A3, B, MORE, ...) \
     asm volatile("{.reg .pred more; setp.ne.b32 more, %" #MORE ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D \
-                 "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", more, 1, 1, 0;}" \
+                 "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", more, 1, 1, " ORDER ";}" \
                  : __VA_ARGS__ : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(more))
 #define D32 D16(0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15) "," D16(16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31)
 #define D64 D32 "," D16(32,33,34,35,36,37,38,39,40,41,42,43,44,45,46,47) "," D16(48,49,50,51,52,53,54,55,56,57,58,59,60,61,62,63)
-#define WGMMA_TYPE(TYPE) \
-    if constexpr (NT == 4) WGMMA_OF(32, TYPE, D16(0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15), 16, 17, 18, 19, 20, 21, C16(0)); \
-    else if constexpr (NT == 8) WGMMA_OF(64, TYPE, D32, 32, 33, 34, 35, 36, 37, C16(0), C16(4)); \
-    else WGMMA_OF(128, TYPE, D64, 64, 65, 66, 67, 68, 69, C16(0), C16(4), C16(8), C16(12))
-// c = a b, with `more` added to what c is: a warpgroup's 64 rows by 8 NT tokens, in the order of mma's registers.
-template <bool BF16, int NT>
+#define WGMMA_TYPE(TYPE, ORDER) \
+    if constexpr (NT == 4) WGMMA_OF(32, TYPE, ORDER, D16(0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15), 16, 17, 18, 19, 20, 21, C16(0)); \
+    else if constexpr (NT == 8) WGMMA_OF(64, TYPE, ORDER, D32, 32, 33, 34, 35, 36, 37, C16(0), C16(4)); \
+    else WGMMA_OF(128, TYPE, ORDER, D64, 64, 65, 66, 67, 68, 69, C16(0), C16(4), C16(8), C16(12))
+// c = a b, with `more` added to what c is: a warpgroup's 64 rows by 8 NT tokens, in the order of mma's registers. A row of b
+// in shared memory is a token or, with BY_INPUTS, an input of all tokens.
+template <bool BF16, int NT, bool BY_INPUTS = false>
 DEV void wgmma(float (&c)[NT][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more) {
-    if constexpr (BF16) { WGMMA_TYPE("bf16"); } else { WGMMA_TYPE("f16"); }
+    if constexpr (BY_INPUTS && BF16) { WGMMA_TYPE("bf16", "1"); }
+    else if constexpr (BY_INPUTS) { WGMMA_TYPE("f16", "1"); }
+    else if constexpr (BF16) { WGMMA_TYPE("bf16", "0"); }
+    else { WGMMA_TYPE("f16", "0"); }
+}
+// Likewise of 64 tokens, with a in shared memory too.
+template <bool BF16>
+DEV void wgmma(float (&c)[8][4], u64 a, u64 b, int more) {
+#define WGMMA_SHARED(TYPE) \
+    asm volatile("{.reg .pred more; setp.ne.b32 more, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" D32 \
+                 "}, %32, %33, more, 1, 1, 0, 0;}" : C16(0), C16(4) : "l"(a), "l"(b), "r"(more))
+    if constexpr (BF16) { WGMMA_SHARED("bf16"); } else { WGMMA_SHARED("f16"); }
 }
 template <int NT>
 DEV void wgmma_ends(float (&c)[NT][4]) {  // sums are read no sooner
@@ -179,6 +198,8 @@ DEV void wgmma_ends(float (&c)[NT][4]) {  // sums are read no sooner
 }
 // Rows of 128 bytes in shared memory as an operand: swizzled, in groups of 8 rows; 32 bytes further are 2 more.
 DEV u64 tile_operand(u32 at) { return (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | (at & 0x3FFFF) >> 4; }
+// Likewise with rows by inputs: each 64 tokens more lie `apart` bytes further; 16 inputs are 128 more.
+DEV u64 rows_operand(u32 at, int apart) { return tile_operand(at) & ~((u64)0x3FFF << 16) | (u64)(apart / 16) << 16; }
 #ifdef SUMS  // of a thread, in a product of 64 rows by WIDTH; NAMES and VALUES: of the sums, as operands
 #define TEXT_(...) #__VA_ARGS__
 #define TEXT(...) TEXT_(__VA_ARGS__)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spillover.kernels.cuda.attention import attend_prompts
+from spillover.kernels.cuda.attention_prefill import attend_prefill
 from spillover.kernels.triton.attention import ordered_splits as splits
 from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES
 from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
@@ -41,8 +42,9 @@ def ordered_prefill(
     _, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     count = tiles.shape[0]
-    if count == 0 or attend_prompts(q, kv_layer, out, tiles, query_start, seq_lens, slots, block_table, block_size,
-                                    scale, window, sinks, kv_dtype):
+    given = (q, kv_layer, out, tiles, query_start, seq_lens, slots, block_table, block_size, scale, window, sinks,
+             kv_dtype)
+    if count == 0 or attend_prompts(*given) or attend_prefill(*given):
         return
     wide = q.element_size() == 4
     queries, warps, stages = SMALL if kv_dtype == "auto" and not wide else LARGE if wide or dim >= 64 else TINY
