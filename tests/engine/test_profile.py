@@ -46,6 +46,9 @@ def attention_half(product: str, attention: str) -> list[tuple[str, str]]:
                  ("void cublasLt::splitKreduce_kernel<32, 16, int>", "down")]
     + [("_add_rms_norm", "norms"), ("indexSelectLargeIndex", "embedding and rows"), ("nvjet_tst_64x8", "head"), *END],
     # one row, where a product begins with the norm
+    BEGIN + 2 * [("add_rms_norm_fp8_linear", "qkv"), ("attention_few", "attention"), ("fp8_linear", "o"),
+                 ("add_rms_norm_fp8_linear", "gate_up"), ("fp8_linear", "down")]
+    + [("_add_rms_norm", "norms"), ("_few_rows", "head"), *END],
     BEGIN + 2 * [("_add_rms_norm_few_rows", "qkv"), ("attention_few", "attention"), ("_few_rows_ahead", "o"),
                  ("_add_rms_norm_few_rows", "gate_up"), ("_few_rows_ahead", "down")]
     + [("_add_rms_norm", "norms"), ("_few_rows", "head"), *END],

@@ -34,6 +34,8 @@ def wanted() -> list[tuple[Path, tuple[str, ...]]]:
         ordered_gemm.product_chunks(4096, 4096)[0], HALF, False)) for rows in (64, 4096)]
     listed += [(cut.source, cut.options(shape.form, HALF)) for cut in (fp8_linear.chosen(rows, shape, PROCESSORS)
                                                                        for rows in (1, 4096))]
+    normed = shape._replace(normed=True)
+    listed += [(cut.source, cut.options(normed.form, HALF)) for cut in (fp8_linear.chosen(1, normed, PROCESSORS),)]
     listed += [(source, attention.Form(128, 4, 16, "fp8", HALF).options)
                for source in (attention.NEW_TOKENS, attention.PROMPTS)]
     listed += [(attention_few.SOURCE, attention.Form(dim, 8, 16, "auto", HALF).options) for dim in (64, 256)]

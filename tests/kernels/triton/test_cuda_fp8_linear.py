@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spillover.kernels.cuda import fp8_linear as cuda
 from spillover.kernels.cuda.driver.tensor_map import capable
-from spillover.kernels.cuda.fp8_linear import Cut, FewCut, Form, Shape, fp8_linear
+from spillover.kernels.cuda.fp8_linear import Cut, FewCut, Form, Shape, add_norm_fp8_linear, fp8_linear
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, WeightFormat
 from spillover.kernels.formats.choice import Dequantized
@@ -26,6 +26,8 @@ from spillover.kernels.formats.fp8_block import Fp8Block, dequantize
 from spillover.kernels.formats.fp8_cuda import Fp8Cuda
 from spillover.kernels.formats.fp8_rows import Fp8Rows
 from spillover.kernels.linear import linear
+from spillover.kernels.triton import norm as triton_norm
+from spillover.kernels.triton.norm import add_rms_norm
 from spillover.models.weight_specs import Source, WeightSpec, kept_on
 from support.kernels.emulated_cuda import EmulatedModule, described
 
@@ -134,13 +136,98 @@ def test_matrices_of_few_inputs_have_one_chunk(inner: int) -> None:
     assert torch.equal(fp8_linear(x[:2], values, scales), out[:2])
 
 
+EPS = 1e-5
+SPREAD, WHOLE = FewCut(8, 1, True, True, 3), FewCut(8, 1, False, True, 2)
+
+
+def added_and_normed(x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """By the kernel of its own; as that is written where Triton's interpreter does not round to nearest."""
+    if DEVICE.type == "cuda" or x.dtype is torch.float16:
+        return add_rms_norm(x, residual, norm, EPS)
+    total = (x.float() + residual.float()).to(x.dtype)
+    sums = torch.nn.functional.pad(total.float().square(), (0, (1 << (x.shape[1] - 1).bit_length()) - x.shape[1]))
+    while sums.shape[1] > 1:
+        sums = sums[:, ::2] + sums[:, 1::2]
+    factor = 1 / (sums / x.shape[1] + EPS).sqrt()
+    return (total * factor).to(x.dtype) * norm, total
+
+
+# Of 1152 inputs the last chunk of four is empty; of 1664 or 2176 some threads hold one vector more than others.
+@pytest.mark.parametrize("case", ["rows", "static", "blocks"])
+@pytest.mark.parametrize(("inner", "rows", "cut", "gated", "dtype"), [
+    (128, 1, None, False, torch.bfloat16), (384, 2, WHOLE, False, torch.float16),
+    (640, 1, None, True, torch.bfloat16), (1152, 2, SPREAD, True, torch.bfloat16),
+    (1664, 1, SPREAD, False, torch.float16), (1664, 3, WHOLE, True, torch.bfloat16),
+    (2048, 1, SPREAD, False, torch.bfloat16), (2176, 2, SPREAD, False, torch.bfloat16),
+])
+def test_a_norm_in_the_product_after_it(case: str, inner: int, rows: int, cut: FewCut | None, gated: bool,
+                                        dtype: torch.dtype) -> None:
+    values, scales = made(20, 256, inner, case == "blocks")
+    x, residual = inputs(21, rows, inner, dtype), inputs(22, rows, 2 * inner, dtype)[:, inner:]
+    norm, bias = inputs(23, 1, inner, dtype)[0], inputs(24, 1, 256, dtype)[0]
+    given = torch.tensor([0.01], device=DEVICE) if case == "static" else None
+    both = add_norm_fp8_linear(x, residual, norm, EPS, values, scales, bias, gated, given, cut=cut)
+    assert both is not None
+    normed, total = added_and_normed(x, residual, norm)
+    assert torch.equal(both[1], total)
+    assert torch.equal(both[0], fp8_linear(normed, values, scales, bias, gated, given, cut=cut))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu" or not capable(DEVICE), reason="needs compute capability 9.0")
+@pytest.mark.parametrize("blocked", [False, True], ids=["rows", "blocks"])
+@pytest.mark.parametrize(("channels", "inner", "gated"), [
+    (6144, 4096, False), (28672, 4096, True), (7168, 5120, False), (4096, 2560, False), (10240, 8192, True)])
+def test_bits_of_a_norm_on_a_card(channels: int, inner: int, gated: bool, blocked: bool) -> None:
+    values, scales = made(25, channels, inner, blocked)
+    for rows in (1, 2) if blocked else (1,):
+        x, residual, norm = inputs(26, rows, inner), inputs(27, rows, inner), inputs(28, 1, inner)[0]
+        both = add_norm_fp8_linear(x, residual, norm, EPS, values, scales, gated=gated, early=True,
+                                   cut=WHOLE if inner > 6144 else None)
+        assert both is not None
+        normed, total = add_rms_norm(x, residual, norm, EPS)
+        assert torch.equal(both[1], total)
+        assert torch.equal(both[0], fp8_linear(normed, values, scales, gated=gated))
+
+
+@pytest.mark.parametrize(("base", "norms_rows"), [(Fp8Rows(), 1), (Fp8Block(), 2)], ids=["rows", "blocks"])
+def test_a_linear_norms_few_rows_itself(base: Fp8Rows | Fp8Block, norms_rows: int,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = LinearShape((128, 128), 1024)
+    w = Linear(Fp8Cuda(base), shape, made(30, 256, 1024, isinstance(base, Fp8Block)))
+    norm, launched = inputs(31, 1, 1024, torch.float16)[0], []
+    monkeypatch.setattr(triton_norm, "add_rms_norm", lambda *of, **how: (launched.append(len(of[0])),
+                                                                        add_rms_norm(*of, **how))[1])
+    for gated in (False, True):
+        for rows in (0, 1, 2, 3, 9):
+            x, residual = inputs(32, rows, 1024, torch.float16), inputs(33, rows, 1024, torch.float16)
+            found, total = w.format.add_norm_linear(x, residual, norm, EPS, w, gated=gated)
+            expected = WeightFormat.add_norm_linear(w.format, x, residual, norm, EPS, w, gated=gated)
+            assert torch.equal(total, expected[1])
+            assert torch.equal(found, expected[0])
+            assert launched == [rows] * (1 if 0 < rows <= norms_rows else 2)
+            launched.clear()
+    apart = inputs(34, 1, 1025, torch.float16)[:, 1:]  # begins between vectors
+    w.format.add_norm_linear(apart, inputs(33, 1, 1024, torch.float16), norm, EPS, w)
+    assert launched == [1]
+
+
+def test_wide_rows_are_normed_ahead_of_a_product() -> None:
+    for blocked in (False, True):
+        for channels, inner, norms in ((6144, 4096, True), (7168, 6144, True), (7168, 7168, False),
+                                       (57344, 8192, True), (4096, 14336, False)):
+            shape = Shape(channels, inner, blocked, normed=True)
+            assert cuda.chosen(1, shape, 132).norms(shape) is norms
+            assert not cuda.chosen(3, shape, 132).norms(shape)
+
+
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 
 
 def test_every_cut_fits_an_h200() -> None:
     for channels, inner in [*LLAMA, (64, 128), (16384, 53248)]:
         for blocked, gated in ((False, False), (True, False), (False, True), (True, True)):
-            shape = Shape(channels, inner, blocked, gated)
+            shape = Shape(channels, inner, blocked, gated, normed=inner <= 8192)
             for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 100, 128, 200, 256, 8192):
                 cut = cuda.chosen(rows, shape, 132)
                 stages = cut.stages(shape, cut.blocks(rows, shape, 132), 132)
@@ -151,11 +238,13 @@ def test_every_cut_fits_an_h200() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> None:
     """Kernels that move registers begin with as many as that counts on."""
-    for cut, blocked in ((Cut(128), True), (Cut(224), False), (FewCut(8, 1, True, True, 3), False),
-                         (FewCut(64, 2), True), (FewCut(64, 1, True, resident=3), False)):
+    for cut, blocked, normed in ((Cut(128), True, 0), (Cut(224), False, 0), (SPREAD, False, 0), (SPREAD, True, 6144),
+                                 (SPREAD, False, 6144), (WHOLE, True, 8192), (WHOLE, False, 8192),
+                                 (FewCut(64, 2), True, 0), (FewCut(64, 1, True, resident=3), False, 0)):
         done = subprocess.run(
             ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v",
-             *cut.options(Form(blocked, False, 4), torch.bfloat16), cut.source, "-o", tmp_path / "kernel.cubin"],
+             *cut.options(Form(blocked, False, 4, normed), torch.bfloat16), f"-I{cut.source.parent / 'include'}",
+             cut.source, "-o", tmp_path / "kernel.cubin"],
             check=False, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count(" 0 bytes spill stores") == 2, done.stderr

@@ -185,6 +185,7 @@ static inline int uniform(int v) { return v; }
 static inline float power_in_order(float v) { return power_of_two(v); }
 static inline void part_ways(bool) {}
 static inline float inverse_root(float v) { return 1.0f / sqrtf(v); }
+static inline float divided(float a, float b) { return a / b; }
 static inline float fast_exp(float v) { return expf(v); }
 static inline void launch_dependents() {}
 static inline void wait_before() {}

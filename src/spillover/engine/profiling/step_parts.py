@@ -32,7 +32,7 @@ _PRODUCT, _NORM_PRODUCT, _REDUCTION, _CHOICE = "product", "norm and product", "s
 _NAMES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
     (COPIES, r"memcpy|memset|_bring|update_tables|fill_tokens|aten::(copy_|index_put_)"),
     (ATTENTION, r"attention|_ordered_(decode|prefill)|_fold_short|flash|fmha"),
-    (_NORM_PRODUCT, r"add_rms_norm_few_rows"),
+    (_NORM_PRODUCT, r"add_rms_norm_(few_rows|fp8_linear)"),
     (NORMS, r"add_rms_norm"),
     (ROPE_STORE, r"rope|store_kv|rms_norm"),
     (PAGING, r"_resolve|_assign|_gather_or_post|_post\b|_collect|_await"),

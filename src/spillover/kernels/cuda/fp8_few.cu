@@ -4,17 +4,23 @@
 // Weights are the left operand of wgmma, 64 channels of 128 inputs at a time, rows of x the right one. A block of threads
 // multiplies tiles of GROUPS * 64 channels by ROWS rows: one thread copies, as many stages ahead as there are, and GROUPS
 // warpgroups multiply. A cluster of CLUSTER blocks shares a tile, a chunk each. With OWN_X the block rounds the rows itself
-// and keeps them; else `quantize_rows` has.
+// and keeps them; else `quantize_rows` has. With NORMED it first adds them to a residual and norms the sums.
 //
-// Defined when this is compiled: BLOCKED, ROWS, GROUPS, CHUNKS, CLUSTER (1 or CHUNKS), OWN_X, GATED, RESIDENT (blocks of a
-// multiprocessor, for which there must be registers), X_BF16, and the sums of instructions.cuh.
+// Defined when this is compiled: BLOCKED, ROWS, GROUPS, CHUNKS, CLUSTER (1 or CHUNKS), OWN_X, NORMED (the inputs of a row, or
+// 0; only with OWN_X), GATED, RESIDENT (blocks of a multiprocessor, for which there must be registers), X_BF16, and the sums
+// of instructions.cuh.
 #include "fp8_rows.cuh"
+#if NORMED  // a profile tells by the name that half a layer begins here
+#define fp8_linear add_rms_norm_fp8_linear
+#endif
 
 constexpr bool SPREAD = CLUSTER > 1, TOTALS = CHUNKS > 1 && !SPREAD, TWO_STEPS = BLOCKED && ROWS <= 32;
 constexpr int NT = ROWS / 8, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 32;
 constexpr int W_BYTES = GROUPS * 64 * STEP, X_BYTES = ROWS * STEP, STAGE = W_BYTES + (OWN_X ? 0 : X_BYTES);
 constexpr int BAND = 8;       // tiles of rows that run side by side on the same channels, for the cache
 static_assert(OWN_X || NT % 4 == 0, "rows are stored 32 at a time");
+static_assert(OWN_X || !NORMED, "blocks that norm rows round them");
+#include "fp8_norm.cuh"
 
 extern "C" __global__ void __launch_bounds__(QUANTIZERS) quantize_rows(const __grid_constant__ Product p) { round_rows(p); }
 
@@ -89,11 +95,12 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
     const int row_tiles = (p.rows + ROWS - 1) / ROWS, channel_tiles = (p.channels / 64 + GROUPS - 1) / GROUPS;
     const int tiles = row_tiles * channel_tiles, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     const int most_steps = SPREAD ? p.chunk : p.steps, begin = self * p.chunk, span = max(0, min(most_steps, p.steps - begin));
-    // Stages, own rows of x, barriers, scales of x (behind the largest numbers), scales of weights.
+    // Stages, own rows of x, barriers, scales of x (behind the largest numbers), scales of weights, parts of a norm's sums.
     const u32 memory = shared_address(room), own = memory + p.stages * STAGE, full = own + (OWN_X ? most_steps * X_BYTES : 0);
     const u32 empty = full + 8 * p.stages, scales = empty + 8 * p.stages;
     float* const x_scales = (float*)(room + (scales - memory));
     float* const w_scales = x_scales + ROWS * (BLOCKED ? (OWN_X ? most_steps : p.stages) : OWN_X ? 2 : 0);
+    float* const parts = w_scales + (BLOCKED ? GROUPS * 2 * most_steps : 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS / 32);
         publish_barriers();
@@ -146,16 +153,19 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
     const int unit = SPREAD ? (self + CLUSTER * warp) / QUADS : warp;  // the warp whose sums this one stores first
     Channels channels = read_channels(p, first_channel(at_first * GROUPS + unit / 4, unit % 4));
     if (BLOCKED) read_w_scales(at_first);
+    uint4 norm[HELD];
+    if (NORMED) read_row(norm, p.norm);
     wait_before();
     if (OWN_X) {
-        quantize<CONSUMERS>(
-            p, 0, p.rows, begin, span, x_scales,
-            [&] { sync_first<CONSUMERS>(); },
-            [&](int row, int step, float scale) { x_scales[BLOCKED ? step * ROWS + row : ROWS + row] = scale; },
-            [&](int row, int vector, uint2 codes) {
-                int to = vector / 16 * X_BYTES + row * STEP + ((vector % 16 / 2) ^ (row & 7)) * 16 + vector % 2 * 8;
-                *(uint2*)(room + (own - memory) + to) = codes;
-            });
+        auto put_scale = [&](int row, int step, float scale) { x_scales[BLOCKED ? step * ROWS + row : ROWS + row] = scale; };
+        auto put_codes = [&](int row, int vector, uint2 codes) {
+            int to = vector / 16 * X_BYTES + row * STEP + ((vector % 16 / 2) ^ (row & 7)) * 16 + vector % 2 * 8;
+            *(uint2*)(room + (own - memory) + to) = codes;
+        };
+        if (NORMED)
+            norm_and_quantize(p, norm, begin, span, x_scales, parts, put_scale, put_codes);
+        else
+            quantize<CONSUMERS>(p, 0, p.rows, begin, span, x_scales, [] { sync_first<CONSUMERS>(); }, put_scale, put_codes);
         // A block without inputs of its own stores rows too, and so needs their scales.
         if (!BLOCKED && SPREAD && threadIdx.x < ROWS)
             x_scales[ROWS + threadIdx.x] = p.input_scale ? *p.input_scale : __fdiv_rn(fmaxf(x_scales[threadIdx.x], TINY), LARGEST);

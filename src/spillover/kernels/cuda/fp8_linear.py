@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterable
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +41,8 @@ MOST_WAVES = 4
 LEAST_CHANNELS = 32
 MOST_CHANNELS = {False: 224, True: 128}  # by `blocked`, whose sums fit into registers
 MOST_PREPARED = 2048  # rows; those of more have cuts of these
+MOST_NORMED = {1: 8192, 2: 8192, 3: 6144}  # by blocks of a multiprocessor: inputs of a row that they can norm
+NORM_BYTES = 2 * 32 * 4  # of shared memory, where parts of sums of squares meet
 
 
 class Form(NamedTuple):
@@ -49,6 +51,7 @@ class Form(NamedTuple):
     blocked: bool  # scales of 128 x 128 weights, and of 128 inputs
     gated: bool
     chunks: int
+    normed: int = 0  # inputs of a row that is added to a residual and normed first; 0: it is not
 
 
 class Shape(NamedTuple):
@@ -58,6 +61,7 @@ class Shape(NamedTuple):
     inner: int
     blocked: bool
     gated: bool = False
+    normed: bool = False  # the product adds rows to a residual and norms them first
 
     @property
     def steps(self) -> int:
@@ -76,7 +80,7 @@ class Shape(NamedTuple):
 
     @property
     def form(self) -> Form:
-        return Form(self.blocked, self.gated, self.chunks)
+        return Form(self.blocked, self.gated, self.chunks, self.inner if self.normed else 0)
 
     @property
     def stored(self) -> int:
@@ -115,10 +119,10 @@ class FewCut(NamedTuple):
         return self.groups * UNIT * STEP + x + 16
 
     def fixed_bytes(self, shape: Shape) -> int:
-        """Return the bytes besides stages: own rows, their scales, and those of weights."""
+        """Return the bytes besides stages: own rows, their scales, those of weights, and what a norm needs."""
         steps = shape.chunk if self.spread else shape.steps
         own = self.rows * (STEP * steps + 4 * (steps if shape.blocked else 2)) if self.own else 0
-        return own + (self.groups * 2 * steps * 4 if shape.blocked else 0)
+        return own + (self.groups * 2 * steps * 4 if shape.blocked else 0) + (NORM_BYTES if shape.normed else 0)
 
     def stages(self, shape: Shape, blocks: int, processors: int) -> int:
         """Return as many stages as fit; of few rows only as many as keep the memory busy, so that the next kernel's
@@ -137,6 +141,10 @@ class FewCut(NamedTuple):
     def fits(self, shape: Shape) -> bool:
         return self.stages(shape, 1, 1) >= min(3, shape.chunk) and (not self.spread or shape.chunks > 1)
 
+    def norms(self, shape: Shape) -> bool:
+        """Return whether the product can add rows to a residual and norm them itself."""
+        return self.own and shape.inner <= MOST_NORMED[self.resident]
+
     def weights_map(self, values: Tensor, shape: Shape) -> ctypes.Array[ctypes.c_uint64]:
         """Describe weights: [channels / 16][2][8][inputs], of two matrices with a gate."""
         inner = shape.inner
@@ -146,7 +154,8 @@ class FewCut(NamedTuple):
 
     def options(self, form: Form, dtype: torch.dtype) -> tuple[str, ...]:
         return _options(form, dtype, self.rows, ROWS=self.rows, GROUPS=self.groups, CHUNKS=form.chunks,
-                        CLUSTER=form.chunks if self.spread else 1, OWN_X=int(self.own), RESIDENT=self.resident)
+                        CLUSTER=form.chunks if self.spread else 1, OWN_X=int(self.own), RESIDENT=self.resident,
+                        NORMED=form.normed)
 
 
 class Cut(NamedTuple):
@@ -192,6 +201,9 @@ class Cut(NamedTuple):
 
     def fits(self, shape: Shape) -> bool:
         return self.stages(shape, 1, 1) >= 3
+
+    def norms(self, shape: Shape) -> bool:
+        return False
 
     def clocks(self, rows: int, shape: Shape, processors: int) -> float:
         """Estimate what the multiprocessor with most tiles takes: a step of 32 inputs is bound by the tensor cores, by
@@ -264,7 +276,8 @@ class _Product(ctypes.Structure):
                 *((name, c_void_p) for name in ("x", "codes", "x_scales", "input_scale", "w_scales", "bias", "out")),
                 ("x_stride", c_int64),
                 *((name, c_int) for name in ("rows", "channels", "steps", "chunk", "scales_row", "stages")),
-                ("padding", c_int * 10))
+                *((name, c_void_p) for name in ("residual", "norm", "total")), ("residual_stride", c_int64),
+                ("eps", c_float), ("padding", c_int))
 
 
 def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None, gated: bool = False,
@@ -274,7 +287,7 @@ def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = 
     [N]. `cut`: instead of the one that would be chosen."""
     shape = Shape(values.shape[0], values.shape[1], scales.dim() == 2, gated)
     out = torch.empty(x.shape[0], shape.stored, dtype=x.dtype, device=x.device)
-    if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
+    if not _in_vectors(x):
         x = x.contiguous()
     for first in range(0, x.shape[0], PIECE_ROWS):
         rows = slice(first, first + PIECE_ROWS)
@@ -282,8 +295,39 @@ def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = 
     return out
 
 
+class Norm(NamedTuple):
+    """What rows become before they are multiplied: added to a residual, and normed."""
+
+    residual: Tensor  # [T, K]
+    weight: Tensor  # [K]
+    eps: float
+    total: Tensor  # [T, K], where the sums are stored
+
+
+def add_norm_fp8_linear(
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, values: Tensor, scales: Tensor, bias: Tensor | None = None,
+    gated: bool = False, input_scale: Tensor | None = None, early: bool = False, cut: FewCut | Cut | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """Add, norm and multiply in one kernel, x and residual [T, K], norm [K] -> (`fp8_linear` of rms_norm(x + residual),
+    x + residual); None: no kernel does so with these rows."""
+    shape = Shape(values.shape[0], values.shape[1], scales.dim() == 2, gated, normed=True)
+    cut = cut or chosen(x.shape[0], shape, processors(x.device))
+    if not len(x) or not cut.norms(shape) or not all(
+            each.dtype is x.dtype and _in_vectors(each) for each in (x, residual, norm)):
+        return None
+    out = torch.empty(x.shape[0], shape.stored, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _multiply(x, values, scales, bias, input_scale, shape, out, early, cut, Norm(residual, norm, eps, total))
+    return out, total
+
+
+def _in_vectors(x: Tensor) -> bool:
+    """Return whether a kernel can read 16 bytes of a row at a time."""
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and (x.dim() == 1 or x.stride(0) % 8 == 0)
+
+
 def _multiply(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, input_scale: Tensor | None, shape: Shape,
-              out: Tensor, early: bool, cut: FewCut | Cut | None) -> None:
+              out: Tensor, early: bool, cut: FewCut | Cut | None, norm: Norm | None = None) -> None:
     rows, count = x.shape[0], processors(x.device)
     cut = cut or chosen(rows, shape, count)
     found = kernels(cut, shape.form, x.dtype, x.device)
@@ -296,6 +340,9 @@ def _multiply(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, in
         w_scales=scales.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
         x_stride=x.stride(0), rows=rows, channels=shape.channels, steps=shape.steps, chunk=shape.chunk,
         scales_row=-(-rows // cut.rows) * cut.rows, stages=stages)
+    if norm is not None:
+        product.residual, product.residual_stride = norm.residual.data_ptr(), norm.residual.stride(0)
+        product.norm, product.eps, product.total = norm.weight.data_ptr(), norm.eps, norm.total.data_ptr()
     if isinstance(cut, Cut) or not cut.own:
         codes = torch.empty(rows, shape.inner, dtype=torch.uint8, device=x.device)
         x_scales = torch.empty((shape.steps, product.scales_row) if shape.blocked else (rows,), dtype=torch.float32,
@@ -304,7 +351,8 @@ def _multiply(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, in
         box = cut.rows if isinstance(cut, FewCut) else min(rows, cut.rows)
         product.codes_map = tensor_map(codes.data_ptr(), BYTES, (shape.inner, rows), (shape.inner,), (STEP, box))
         found.launch("quantize_rows", rows, QUANTIZERS, product, 1024, early)
-    found.launch("fp8_linear", blocks, cut.threads, product, cut.shared(shape, stages), early)
+    kernel = "fp8_linear" if norm is None else "add_rms_norm_fp8_linear"
+    found.launch(kernel, blocks, cut.threads, product, cut.shared(shape, stages), early)
 
 
 def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, most_rows: int) -> None:
@@ -315,6 +363,8 @@ def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, m
     wanted: dict[Path, set[tuple[str, ...]]] = {}
     for shape in set(shapes):
         for cut in {chosen(count, shape, processors(device)) for count in rows}:
+            if shape.normed and not cut.norms(shape):
+                continue
             wanted.setdefault(cut.source, set()).add(cut.options(shape.form, dtype))
     for source, options in wanted.items():
         compile_ahead(source, options, device)

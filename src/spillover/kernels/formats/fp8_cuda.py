@@ -112,8 +112,8 @@ class Fp8Cuda(WeightFormat):
         if not cuda.available(dtype, target.device):
             return
         _say()
-        shapes = [Shape(shape.out_features, shape.in_features, self._blocked, gated) for shape, _ in linears
-                  for gated in ((False, True) if self._in_pairs(shape) else (False,))]
+        shapes = [Shape(shape.out_features, shape.in_features, self._blocked, gated, normed) for shape, _ in linears
+                  for gated in ((False, True) if self._in_pairs(shape) else (False,)) for normed in (False, True)]
         cuda.prepare(shapes, dtype, target.device, most_rows)
 
     def batch_invariant(self) -> WeightFormat:
@@ -131,11 +131,24 @@ class Fp8Cuda(WeightFormat):
             return self._multiply(x, w, bias, True)
         return super().linear_silu(x, w, bias)
 
+    def add_norm_linear(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, w: Linear,
+                        bias: Tensor | None = None, gated: bool = False) -> tuple[Tensor, Tensor]:
+        if (not gated or self._in_pairs(w.shape)) and cuda.available(x.dtype, x.device):
+            made = cuda.add_norm_fp8_linear(x, residual, norm, eps, *self._arguments(x, w, bias, gated))
+            if made is not None:
+                return made
+        return super().add_norm_linear(x, residual, norm, eps, w, bias, gated)
+
     def _multiply(self, x: Tensor, w: Linear, bias: Tensor | None, gated: bool) -> Tensor:
+        return cuda.fp8_linear(x, *self._arguments(x, w, bias, gated))
+
+    def _arguments(self, x: Tensor, w: Linear, bias: Tensor | None,
+                   gated: bool) -> tuple[Tensor, Tensor, Tensor | None, bool, Tensor | None, bool]:
+        """Return what the products take behind the rows."""
         from spillover.kernels.triton.launch import early
 
         given = w.tensors[2] if self._static else None
-        return cuda.fp8_linear(x, w.tensors[0], w.tensors[1], bias, gated, given, early(x.device)["EARLY"])
+        return w.tensors[0], w.tensors[1], bias, gated, given, early(x.device)["EARLY"]
 
     def _in_pairs(self, shape: LinearShape) -> bool:
         """Return whether it is a gate and what that is multiplied with."""

@@ -21,6 +21,12 @@ struct Product {
     u16* out;                  // [rows][channels]; GATED: silu(first half) * second half
     i64 x_stride;
     int rows, channels, steps, chunk, scales_row, stages;  // chunk: steps of one
+    // Where rows are added to a residual and normed first:
+    const u16* residual;       // [rows][inputs], rows residual_stride elements apart
+    const u16* norm;           // weights [inputs]
+    u16* total;                // x + residual, [rows][inputs]
+    i64 residual_stride;
+    float eps;
 };
 
 DEV float low_number(u32 v) { return X_BF16 ? __uint_as_float(v << 16) : from_half(v & 0xFFFF); }
@@ -49,6 +55,12 @@ DEV uint2 rounded_codes(const uint4& v, float inverse) {
 #pragma unroll
     for (int i = 0; i < 8; i++) f[i] = __fmul_rn(f[i], inverse);
     return make_uint2(to_fp8x2(f[0], f[1]) | to_fp8x2(f[2], f[3]) << 16, to_fp8x2(f[4], f[5]) | to_fp8x2(f[6], f[7]) << 16);
+}
+
+// The scale of numbers of which the largest is `found`, unless one is `given` for all rows, and what they are multiplied with.
+DEV float scale_for(const Product& p, bool given, float found) { return given ? *p.input_scale : __fdiv_rn(found, LARGEST); }
+DEV float inverse_for(float scale, bool given, float found) {
+    return given ? __fdiv_rn(1.0f, scale) : __fdiv_rn(LARGEST, found);
 }
 
 // Rounds `span` steps, from `begin` on, of some rows. `most`: [rows] of zeros in shared memory, of which these threads make
@@ -92,8 +104,8 @@ DEV void quantize(const Product& p, int first_row, int rows, int begin, int span
             int row = at / vectors, vector = at % vectors;
             if (finds) found = most[row];
             found = fmaxf(found, TINY);
-            float scale = given ? *p.input_scale : __fdiv_rn(found, LARGEST);
-            put_codes(row, vector, rounded_codes(kept[j], given ? __fdiv_rn(1.0f, scale) : __fdiv_rn(LARGEST, found)));
+            float scale = scale_for(p, given, found);
+            put_codes(row, vector, rounded_codes(kept[j], inverse_for(scale, given, found)));
             if (vector % 16 == 0 && (BLOCKED || vector == 0)) put_scale(row, vector / 16, scale);
         }
     }

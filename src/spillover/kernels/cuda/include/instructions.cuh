@@ -80,6 +80,8 @@ DEV float power_in_order(float v) { float d; asm volatile("ex2.approx.ftz.f32 %0
 // is never taken.
 DEV void part_ways(bool never) { if (__any_sync(~0u, never)) asm volatile("nanosleep.u32 0;" ::: "memory"); }
 DEV float inverse_root(float v) { float d; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
+// As Triton divides.
+DEV float divided(float a, float b) { float d; asm("div.full.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
 DEV float fast_exp(float v) { return power_of_two(v * 1.4426950408889634f); }
 // The operations that Triton has for a sigmoid: few rows of a gated product go through a kernel of its own.
 DEV float sigmoid(float v) {
