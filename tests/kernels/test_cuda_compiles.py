@@ -34,7 +34,7 @@ def wanted() -> list[tuple[Path, tuple[str, ...]]]:
         ordered_gemm.product_chunks(4096, 4096)[0], HALF, False)) for rows in (64, 4096)]
     listed += [(cut.source, cut.options(shape.form, HALF)) for cut in (fp8_linear.chosen(rows, shape, PROCESSORS)
                                                                        for rows in (1, 4096))]
-    normed = shape._replace(normed=True)
+    normed = fp8_linear.Shape(28672, 4096, blocked=True, gated=True, normed=True)
     listed += [(cut.source, cut.options(normed.form, HALF)) for cut in (fp8_linear.chosen(1, normed, PROCESSORS),)]
     listed += [(source, attention.Form(128, 4, 16, "fp8", HALF).options)
                for source in (attention.NEW_TOKENS, attention.PROMPTS)]

@@ -1,8 +1,8 @@
 """Chooses what leaves the device when a model does not fit there, and how; or says what budget would do.
 
 Memory goes, in this order, to the workspace of a step, the KV of one longest sequence, rings and transit slots, and
-weights. Then KV grows to one part in KV_SHARE of the budget, or to as many longest sequences as may run at once if that
-is less, before weights take the rest.
+weights. Then KV grows to one part in KV_SHARE of what the workspace leaves, or to as many longest sequences as may run at
+once if that is less, before weights take the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spillover.plan.units import Units
 from spillover.units import format_bytes, parse_bytes
 
 LENGTHS = (8192, 4096, 2048)  # a longest sequence that nobody asked for may shrink to these before a refusal
-KV_SHARE = 16  # KV beyond one longest sequence is at most 1/n of the budget
+KV_SHARE = 16  # KV beyond one longest sequence is at most 1/n of the budget less the workspace
 # The workspace is at most 1/n of it, or else little more than the least, where nobody asked for larger steps: a step
 # that streams takes as long whatever its tokens, so that a prompt in twice the steps takes twice as long.
 STEP_SHARE = 8
@@ -210,11 +210,12 @@ def _instead(ask: Offload, choice: Choice) -> list[str]:
 def _place(ask: Offload, choice: Choice) -> tuple[WeightPlan, Sizes] | None:
     for sizes, length in ask.settings():
         kv = ask.kv(sizes, length)
-        room = ask.budget - sizes.workspace(length).total - kv
+        left = ask.budget - sizes.workspace(length).total
+        room = left - kv
         least = ask.strategies.place(choice, room)
         if least is None:
             continue
-        most = max(kv, min(ask.budget // KV_SHARE, sizes.max_num_seqs * kv))
+        most = max(kv, min(left // KV_SHARE, sizes.max_num_seqs * kv))
         # A layer more on the host is too much for some KV: that gets what the last layer to stay leaves.
         fixed = ask.request.num_gpu_blocks_override is not None or choice.name == "host-experts"
         plan = None if fixed else ask.strategies.place(choice, room - (most - kv))

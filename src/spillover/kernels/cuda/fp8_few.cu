@@ -7,7 +7,7 @@
 // and keeps them; else `quantize_rows` has. With NORMED it first adds them to a residual and norms the sums.
 //
 // Defined when this is compiled: BLOCKED, ROWS, GROUPS, CHUNKS, CLUSTER (1 or CHUNKS), OWN_X, NORMED (the inputs of a row, or
-// 0; only with OWN_X), GATED, RESIDENT (blocks of a multiprocessor, for which there must be registers), X_BF16, and the sums
+// 0; only with OWN_X and without clusters), GATED, RESIDENT (blocks of a multiprocessor, for which there must be registers), X_BF16, and the sums
 // of instructions.cuh.
 #include "fp8_rows.cuh"
 #if NORMED  // a profile tells by the name that half a layer begins here
@@ -19,7 +19,7 @@ constexpr int NT = ROWS / 8, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 32;
 constexpr int W_BYTES = GROUPS * 64 * STEP, X_BYTES = ROWS * STEP, STAGE = W_BYTES + (OWN_X ? 0 : X_BYTES);
 constexpr int BAND = 8;       // tiles of rows that run side by side on the same channels, for the cache
 static_assert(OWN_X || NT % 4 == 0, "rows are stored 32 at a time");
-static_assert(OWN_X || !NORMED, "blocks that norm rows round them");
+static_assert(OWN_X && !SPREAD || !NORMED, "blocks that norm rows round all of them");
 #include "fp8_norm.cuh"
 
 extern "C" __global__ void __launch_bounds__(QUANTIZERS) quantize_rows(const __grid_constant__ Product p) { round_rows(p); }
@@ -163,7 +163,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
             *(uint2*)(room + (own - memory) + to) = codes;
         };
         if (NORMED)
-            norm_and_quantize(p, norm, begin, span, x_scales, parts, put_scale, put_codes);
+            norm_and_quantize(p, norm, x_scales, parts, put_scale, put_codes);
         else
             quantize<CONSUMERS>(p, 0, p.rows, begin, span, x_scales, [] { sync_first<CONSUMERS>(); }, put_scale, put_codes);
         // A block without inputs of its own stores rows too, and so needs their scales.

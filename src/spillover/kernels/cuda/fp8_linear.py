@@ -41,7 +41,7 @@ MOST_WAVES = 4
 LEAST_CHANNELS = 32
 MOST_CHANNELS = {False: 224, True: 128}  # by `blocked`, whose sums fit into registers
 MOST_PREPARED = 2048  # rows; those of more have cuts of these
-MOST_NORMED = {1: 8192, 2: 8192, 3: 6144}  # by blocks of a multiprocessor: inputs of a row that they can norm
+MOST_NORMED = 8192  # inputs of a row that a block can norm
 NORM_BYTES = 2 * 32 * 4  # of shared memory, where parts of sums of squares meet
 
 
@@ -142,8 +142,9 @@ class FewCut(NamedTuple):
         return self.stages(shape, 1, 1) >= min(3, shape.chunk) and (not self.spread or shape.chunks > 1)
 
     def norms(self, shape: Shape) -> bool:
-        """Return whether the product can add rows to a residual and norm them itself."""
-        return self.own and shape.inner <= MOST_NORMED[self.resident]
+        """Return whether the product adds rows to a residual and norms them itself. In a cluster all of its blocks would
+        norm whole rows, which takes longer than a kernel of its own."""
+        return self.own and not self.spread and shape.inner <= MOST_NORMED
 
     def weights_map(self, values: Tensor, shape: Shape) -> ctypes.Array[ctypes.c_uint64]:
         """Describe weights: [channels / 16][2][8][inputs], of two matrices with a gate."""

@@ -84,14 +84,12 @@ DEV float factor_of(const uint4 (&row)[HELD], float eps, float* parts) {
     return inverse_root(__fadd_rn(divided(sum[0], NORMED), eps));
 }
 
-// Adds, norms and rounds the rows as `quantize` of fp8_rows.cuh rounds them: all of a row is normed where its scale is
-// that of its largest number, else the steps alone that are rounded. The first block stores x + residual. `parts`:
+// Adds, norms and rounds the rows as `quantize` of fp8_rows.cuh rounds them. The first block stores x + residual. `parts`:
 // 2 * MOST_PARTS numbers in shared memory, as some threads may have begun a row while others end the one before.
 template <class PutScale, class PutCodes>
-DEV void norm_and_quantize(const Product& p, const uint4 (&weight)[HELD], int begin, int span, float* most,
-                           float* parts, PutScale put_scale, PutCodes put_codes) {
+DEV void norm_and_quantize(const Product& p, const uint4 (&weight)[HELD], float* most, float* parts,
+                           PutScale put_scale, PutCodes put_codes) {
     const bool given = !BLOCKED && p.input_scale, finds = !BLOCKED && !given;
-    const int from = begin * 16, vectors = span * 16;
 #pragma unroll 1
     for (int row = 0; row < p.rows; row++) {
         uint4 held[HELD], more[HELD];
@@ -101,31 +99,26 @@ DEV void norm_and_quantize(const Product& p, const uint4 (&weight)[HELD], int be
         for (int j = 0; j < HELD; j++) held[j] = added(held[j], more[j]);
         if (blockIdx.x == 0) write_row(p.total + (i64)row * NORMED, held);
         const float factor = factor_of(held, p.eps, parts + row % 2 * MOST_PARTS);
-        if (finds) {
-            float found = 0;
-#pragma unroll
-            for (int j = 0; j < HELD; j++) {
-                held[j] = scaled(held[j], factor, weight[j]);
-                found = fmaxf(found, largest_of(held[j]));
-            }
-            found = largest_of_step(found);
-            if (threadIdx.x % 16 == 0) atomicMax((int*)(most + row), __float_as_int(found));
-            sync_first<CONSUMERS>();
-        }
         float found[HELD];
 #pragma unroll
         for (int j = 0; j < HELD; j++) {
-            const int vector = vector_of(j) - from;
-            found[j] = finds ? most[row] : 0;
-            if (finds || (SPREAD && (vector < 0 || vector >= vectors))) continue;
             held[j] = scaled(held[j], factor, weight[j]);
-            if (BLOCKED) found[j] = largest_of(held[j]);
+            found[j] = given ? 0 : largest_of(held[j]);
         }
         if (BLOCKED) over_lanes<16>(found, [](float a, float b) { return fmaxf(a, b); });
+        if (finds) {
+#pragma unroll
+            for (int j = 1; j < HELD; j++) found[0] = fmaxf(found[0], found[j]);
+            found[0] = largest_of_step(found[0]);
+            if (threadIdx.x % 16 == 0) atomicMax((int*)(most + row), __float_as_int(found[0]));
+            sync_first<CONSUMERS>();
+#pragma unroll
+            for (int j = 0; j < HELD; j++) found[j] = most[row];
+        }
 #pragma unroll
         for (int j = 0; j < HELD; j++) {
-            const int vector = (int)kept(vector_of(j) - from);  // else places are computed ahead, and take registers
-            if (vector < 0 || vector >= vectors) continue;
+            const int vector = (int)kept(vector_of(j));  // else places are computed ahead, and take registers
+            if (vector >= VECTORS) continue;
             const float largest = fmaxf(found[j], TINY), scale = scale_for(p, given, largest);
             put_codes(row, vector, rounded_codes(held[j], inverse_for(scale, given, largest)));
             if (vector % 16 == 0 && (BLOCKED || vector == 0)) put_scale(row, vector / 16, scale);
