@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from spillover.kernels.cuda import attention, attention_few, attention_prefill, coded_linear, fp8_linear, mixture, ordered_gemm
+from spillover.kernels.cuda import (
+    attention,
+    attention_few,
+    attention_prefill,
+    coded_linear,
+    fp8_linear,
+    mixture,
+    ordered_gemm,
+)
 from spillover.kernels.cuda.driver import compiled
 from spillover.kernels.cuda.peers import exchange
 from spillover.kernels.formats.coded_cuda import tile_form

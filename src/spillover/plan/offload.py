@@ -1,8 +1,8 @@
 """Chooses what leaves the device when a model does not fit there, and how; or says what budget would do.
 
 Memory goes, in this order, to the workspace of a step, the KV of one longest sequence, rings and transit slots, and
-weights. Then KV grows to one part in KV_SHARE of what the workspace leaves, or to as many longest sequences as may run at
-once if that is less, before weights take the rest.
+weights. Then KV grows to one part in KV_SHARE of what the workspace leaves, or to as many longest sequences as may run
+at once if that is less, before weights take the rest.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ def test_it_is_attention_and_has_the_bits_of_tritons_kernel(
         heads: int, kv_heads: int, block_size: int, window: int | None, launched: list[bool],
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that fill a tile of queries, end in its first half or its second, or begin after cached tokens."""
-    case = Case([128, 40, 1, 70, 17], [0, 150, 30, 63, 300], heads, kv_heads, prefill.DIM, block_size, HALF, window=window)
+    case = Case([128, 40, 1, 70, 17], [0, 150, 30, 63, 300], heads, kv_heads, prefill.DIM, block_size, HALF,
+                window=window)
     sinks = window is not None
     found = case.found(sinks=sinks)
     assert launched == [True]

@@ -161,7 +161,8 @@ def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> No
         options = cut.options(chunks, torch.bfloat16, True)
         done = subprocess.run(
             ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *options,
-             f"-I{ordered_gemm.SOURCE.parent / 'include'}", ordered_gemm.SOURCE, "-o", tmp_path / "kernel.cubin"], check=False, capture_output=True, text=True)
+             f"-I{ordered_gemm.SOURCE.parent / 'include'}", ordered_gemm.SOURCE, "-o", tmp_path / "kernel.cubin"],
+            check=False, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert " 0 bytes spill stores" in done.stderr, done.stderr
         assert "serialized" not in done.stderr, done.stderr  # products that wait for one another

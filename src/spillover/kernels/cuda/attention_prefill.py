@@ -1,4 +1,4 @@
-"""Attention of prompts over 16-bit keys and values in CUDA C++: the same bits as Triton's kernel gives, in less time."""
+"""Attention of prompts over 16-bit keys and values in CUDA C++: the same bits as by Triton's kernel, in less time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def attend_prefill(
             or kv_layer.dtype is not q.dtype):
         return False
     module = kernels(SOURCE, Form(dim, heads // kv_heads, block_size, kv_dtype, q.dtype), q.device)
-    if module is None or SHARED > module.shared:
+    if module is None or module.shared < SHARED:
         return False
     assert q.stride(1) == dim, "heads of queries lie side by side"
     assert q.data_ptr() % 16 == 0 == q.stride(0) % 8, "queries are read in units of 16 bytes"

@@ -142,8 +142,8 @@ class FewCut(NamedTuple):
         return self.stages(shape, 1, 1) >= min(3, shape.chunk) and (not self.spread or shape.chunks > 1)
 
     def norms(self, shape: Shape) -> bool:
-        """Return whether the product adds rows to a residual and norms them itself. In a cluster all of its blocks would
-        norm whole rows, which takes longer than a kernel of its own."""
+        """Return whether the product adds rows to a residual and norms them itself. In a cluster every block would norm
+        whole rows, which takes longer than a kernel of its own."""
         return self.own and not self.spread and shape.inner <= MOST_NORMED
 
     def weights_map(self, values: Tensor, shape: Shape) -> ctypes.Array[ctypes.c_uint64]:
