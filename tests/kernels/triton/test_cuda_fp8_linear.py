@@ -238,7 +238,8 @@ def test_every_cut_fits_an_h200() -> None:
 def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> None:
     """Kernels that move registers begin with as many as that counts on."""
     for cut, blocked, normed in ((Cut(128), True, 0), (Cut(224), False, 0), (SPREAD, False, 0), (WHOLE, True, 8192),
-                                 (WHOLE, False, 8192), (FewCut(64, 2), True, 0), (FewCut(64, 1, True, resident=3), False, 0)):
+                                 (WHOLE, False, 8192), (FewCut(64, 2), True, 0),
+                                 (FewCut(64, 1, True, resident=3), False, 0)):
         done = subprocess.run(
             ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v",
              *cut.options(Form(blocked, False, 4, normed), torch.bfloat16), f"-I{cut.source.parent / 'include'}",
