@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import numpy as np
@@ -24,6 +25,7 @@ import triton
 from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch
+from spillover.kernels.cuda import attention_prefill
 from spillover.kernels.triton import activation, draw, gemv, norm, ordered_linear
 from spillover.kernels.triton.attention import attention as device
 from spillover.kernels.triton.attention import ordered_decode, ordered_prefill, ordered_splits
@@ -156,6 +158,10 @@ def decode(tune: bool) -> None:
 def prefills(tune: bool) -> None:
     for name, counts, lengths, heads, kv_heads, dim, window, kv_dtype in [
         ("8b 1 x 8192", [8192], [8192], 32, 8, 128, None, "auto"),
+        ("8b 8192 after 57344", [8192], [65536], 32, 8, 128, None, "auto"),
+        ("8b 1 x 2048", [2048], [2048], 32, 8, 128, None, "auto"),
+        ("8b 1 x 512", [512], [512], 32, 8, 128, None, "auto"),
+        ("14b 3 x 1024", [1024] * 3, [1024] * 3, 40, 8, 128, None, "auto"),
         ("8b 1 x 8192 fp8", [8192], [8192], 32, 8, 128, None, "fp8"),
         ("0.6b 16 x 512", [512] * 16, [512] * 16, 16, 8, 128, None, "auto"),
         ("0.6b 16 x 512 fp8", [512] * 16, [512] * 16, 16, 8, 128, None, "fp8"),
@@ -170,12 +176,13 @@ def prefills(tune: bool) -> None:
 
         time_it = partial(_attention, f"prefill {name}", qkv, views, made, heads, window, 0.0, flops)
         time_it()
-        if tune and window is None and kv_dtype == "auto":
-            before = ordered_prefill.SMALL
-            for shape in [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)]:
-                ordered_prefill.SMALL = shape
-                time_it(shape=shape)
-            ordered_prefill.SMALL = before
+        if kv_dtype != "auto" or dim != attention_prefill.DIM:
+            continue
+        with mock.patch.object(ordered_prefill, "attend_prefill", return_value=False):  # as on other cards
+            time_it(by="Triton")
+            for shape in [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)] if tune else []:
+                with mock.patch.object(ordered_prefill, "SMALL", shape):
+                    time_it(by="Triton", shape=shape)
 
 
 LINEARS = [("llama qkv", 6144, 4096), ("llama o", 4096, 4096), ("llama gate_up", 28672, 4096),
