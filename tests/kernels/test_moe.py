@@ -1,8 +1,9 @@
 """Each expert is called once, and a row's sum does not depend on the rows beside it."""
 
+import pytest
 import torch
 
-from spillover.kernels.moe.moe import moe
+from spillover.kernels.moe.moe import NOT_HERE, moe
 
 
 def test_rows_get_their_weighted_experts() -> None:
@@ -28,3 +29,24 @@ def test_rows_get_their_weighted_experts() -> None:
 def test_no_rows() -> None:
     empty = torch.empty(0, 2)
     assert moe(torch.empty(0, 8), empty.long(), empty, lambda _, group: group).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_has_the_same_bits_alone(dtype: torch.dtype) -> None:
+    """Experts of another rank are left out; among the products are zeros of both signs."""
+    rows, hidden, experts, k = 40, 16, 8, 3
+    x, scales = torch.randn(rows, hidden).to(dtype), torch.randn(experts, hidden).to(dtype)
+    x[:, 0], x[:, 1] = 0.0, -0.0
+    ids = torch.stack([torch.randperm(experts)[:k] for _ in range(rows)])
+    ids[torch.rand(rows, k) < 0.3] = NOT_HERE
+    weights = torch.rand(rows, k)
+
+    def expert(index: int, group: torch.Tensor) -> torch.Tensor:
+        assert index != NOT_HERE
+        return group * scales[index]
+
+    bits = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    whole = moe(x, ids, weights, expert)
+    for row in range(rows):
+        one = slice(row, row + 1)
+        assert torch.equal(moe(x[one], ids[one], weights[one], expert).view(bits), whole[one].view(bits))
