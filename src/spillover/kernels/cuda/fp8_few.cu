@@ -7,8 +7,8 @@
 // and keeps them; else `quantize_rows` has. With NORMED it first adds them to a residual and norms the sums.
 //
 // Defined when this is compiled: BLOCKED, ROWS, GROUPS, CHUNKS, CLUSTER (1 or CHUNKS), OWN_X, NORMED (the inputs of a row, or
-// 0; only with OWN_X and without clusters), GATED, RESIDENT (blocks of a multiprocessor, for which there must be registers), X_BF16, and the sums
-// of instructions.cuh.
+// 0; only with OWN_X and without clusters), GATED, RESIDENT (blocks of a multiprocessor, for which there must be registers),
+// X_BF16, and the sums of instructions.cuh.
 #include "fp8_rows.cuh"
 #if NORMED  // a profile tells by the name that half a layer begins here
 #define fp8_linear add_rms_norm_fp8_linear

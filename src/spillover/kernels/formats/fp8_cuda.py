@@ -113,7 +113,7 @@ class Fp8Cuda(WeightFormat):
             return
         _say()
         shapes = [Shape(shape.out_features, shape.in_features, self._blocked, gated, normed) for shape, _ in linears
-                  for gated in ((False, True) if self._in_pairs(shape) else (False,)) for normed in (False, True)]
+                  for gated, normed in self._uses(shape)]
         cuda.prepare(shapes, dtype, target.device, most_rows)
 
     def batch_invariant(self) -> WeightFormat:
@@ -149,6 +149,13 @@ class Fp8Cuda(WeightFormat):
 
         given = w.tensors[2] if self._static else None
         return w.tensors[0], w.tensors[1], bias, gated, given, early(x.device)["EARLY"]
+
+    def _uses(self, shape: LinearShape) -> list[tuple[bool, bool]]:
+        """List whether a product is gated and normed, of each way in which layers use it: norms come before several
+        outputs at once."""
+        if self._in_pairs(shape):
+            return [(False, False), (True, False), (True, True)]
+        return [(False, False), (False, True)] if len(shape.output_sizes) > 1 else [(False, False)]
 
     def _in_pairs(self, shape: LinearShape) -> bool:
         """Return whether it is a gate and what that is multiplied with."""
