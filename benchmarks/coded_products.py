@@ -3,7 +3,8 @@
     python benchmarks/coded_products.py --output coded_products.json
     python benchmarks/coded_products.py --rows 64,128 --forms int4
 
-From 17 to 256 rows every cut is timed, and all must have the same bits; what would be chosen is marked with a star.
+From 17 rows on every cut is timed (of more than 256 those of large tiles), and all must have the same bits; what would
+be chosen is marked with a star.
 Each form at some rows is a process of its own that has a deadline: a kernel that hangs costs no more than that.
 """
 
@@ -77,7 +78,7 @@ def random_tiles(form: Form, channels: int, inner: int, copies: int) -> Tensor:
 
 
 def time_codes(form: Form, rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Time a form's products; those of 17 to 256 rows with every cut."""
+    """Time a form's products; those of 17 rows and more with every cut."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for shape, (channels, inner) in SHAPES.items():
         copies = copies_of(channels * inner * form.bits // 8)
@@ -86,8 +87,9 @@ def time_codes(form: Form, rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
         for count in rows:
             x = torch.randn(count, inner, device="cuda").bfloat16()
             chosen = cuda.chosen(count, channels // cuda.STRIP, inner // cuda.STEP, form, processors)
-            many = 17 <= count <= 256
-            cuts = cuda.many_cuts(count, inner // cuda.STEP, form) if many else [chosen]
+            cuts = [chosen] if count < 17 else [
+                cut for cut in cuda.many_cuts(count, inner // cuda.STEP, form)
+                if count <= 256 or (cut.rows >= 64 and cut.spread == 1)]
             few = coded_linear(x[:8], tiles[0], form, halves=halves)  # by another kernel
             expected = coded_linear(x, tiles[0], form, halves=halves, cut=cuts[0])
             for cut in cuts:

@@ -43,7 +43,8 @@ def wanted() -> list[tuple[Path, tuple[str, ...]]]:
     listed += [(cut.source, cut.options(shape.form, HALF)) for cut in (fp8_linear.chosen(rows, shape, PROCESSORS)
                                                                        for rows in (1, 4096))]
     normed = fp8_linear.Shape(28672, 4096, blocked=True, gated=True, normed=True)
-    listed += [(cut.source, cut.options(normed.form, HALF)) for cut in (fp8_linear.chosen(1, normed, PROCESSORS),)]
+    listed += [(cut.source, cut.options(normed.form, HALF)) for cut in (fp8_linear.chosen(1, normed, PROCESSORS),
+                                                                        fp8_linear.Rounding(normed.inner))]
     listed += [(source, attention.Form(128, 4, 16, "fp8", HALF).options)
                for source in (attention.NEW_TOKENS, attention.PROMPTS)]
     listed += [(attention_few.SOURCE, attention.Form(dim, 8, 16, "auto", HALF).options) for dim in (64, 256)]

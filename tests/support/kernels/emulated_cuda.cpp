@@ -239,7 +239,7 @@ static void bring(unsigned barrier) {
 }
 static void send_range(unsigned to, const void* from, unsigned size, unsigned barrier) {
     if ((uintptr_t)from % 16 || to % 16 || size % 16 || to + size > SHARED_BYTES) abort();
-    ranges[barrier].push_back({to, from, size});
+    ranges[barrier].push_back({to, from, size}), moved = true;
 }
 static inline void make_barrier(unsigned at, int arrivals) { if (at % 8) abort(); barriers[at] = {arrivals, arrivals, 0, 0}; }
 static inline void publish_barriers() {}

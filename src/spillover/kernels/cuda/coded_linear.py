@@ -299,8 +299,9 @@ class ManyCut(NamedTuple):
 
 
 FEW_CUTS = (Cut(1, 1, 8), Cut(1, 2, 4), Cut(2, 2, 4), Cut(2, 4, 2))
-MANY_CUTS = tuple(ManyCut(tiles, channels, spread) for tiles, channels in ((4, 2), (8, 1), (8, 2), (16, 2))
-                  for spread in (1, 2, 4, 8) if (tiles, spread) != (16, 2))  # sums of three chunks leave no room
+MANY_CUTS = tuple(
+    ManyCut(tiles, channels, spread) for tiles, channels in ((4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (16, 2))
+    for spread in (1, 2, 4, 8) if (tiles * channels, spread) != (32, 2))  # sums of three chunks leave no room
 
 
 def chosen(rows: int, strips: int, steps: int, form: Form, processors: int) -> Cut | ManyCut:

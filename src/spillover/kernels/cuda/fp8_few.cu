@@ -4,7 +4,7 @@
 // Weights are the left operand of wgmma, 64 channels of 128 inputs at a time, rows of x the right one. A block of threads
 // multiplies tiles of GROUPS * 64 channels by ROWS rows: one thread copies, as many stages ahead as there are, and GROUPS
 // warpgroups multiply. A cluster of CLUSTER blocks shares a tile, a chunk each. With OWN_X the block rounds the rows itself
-// and keeps them; else `quantize_rows` has. With NORMED it first adds them to a residual and norms the sums.
+// and keeps them; else fp8_round.cu has. With NORMED it first adds them to a residual and norms the sums.
 //
 // Defined when this is compiled: BLOCKED, ROWS, GROUPS, CHUNKS, CLUSTER (1 or CHUNKS), OWN_X, NORMED (the inputs of a row, or
 // 0; only with OWN_X and without clusters), GATED, RESIDENT (blocks of a multiprocessor, for which there must be registers),
@@ -20,9 +20,8 @@ constexpr int W_BYTES = GROUPS * 64 * STEP, X_BYTES = ROWS * STEP, STAGE = W_BYT
 constexpr int BAND = 8;       // tiles of rows that run side by side on the same channels, for the cache
 static_assert(OWN_X || NT % 4 == 0, "rows are stored 32 at a time");
 static_assert(OWN_X && !SPREAD || !NORMED, "blocks that norm rows round all of them");
+constexpr int INPUTS = NORMED;
 #include "fp8_norm.cuh"
-
-extern "C" __global__ void __launch_bounds__(QUANTIZERS) quantize_rows(const __grid_constant__ Product p) { round_rows(p); }
 
 // A lane's two channels: where they are, their scales and biases.
 struct Channels { float scale[2], bias[2]; };
@@ -163,7 +162,13 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
             *(uint2*)(room + (own - memory) + to) = codes;
         };
         if (NORMED)
-            norm_and_quantize(p, norm, x_scales, parts, put_scale, put_codes);
+#pragma unroll 1
+            for (int row = 0; row < p.rows; row++) {  // some threads may have begun a row while others end the one before
+                uint4 held[HELD];
+                norm_row(held, p, row, norm, blockIdx.x == 0, parts + row % 2 * MOST_PARTS);
+                round_row(p, held, parts + 2 * MOST_PARTS, [&](int step, float scale) { put_scale(row, step, scale); },
+                          [&](int vector, uint2 codes) { put_codes(row, vector, codes); });
+            }
         else
             quantize<CONSUMERS>(p, 0, p.rows, begin, span, x_scales, [] { sync_first<CONSUMERS>(); }, put_scale, put_codes);
         // A block without inputs of its own stores rows too, and so needs their scales.

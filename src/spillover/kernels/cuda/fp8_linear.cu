@@ -1,5 +1,5 @@
 // Products of more than 64 rows of x, rounded to FP8, and FP8 weights (e4m3), for compute capability 9.0; fp8_few.cu has
-// those of fewer, with the same bits.
+// those of fewer, with the same bits. fp8_round.cu has rounded the rows.
 //
 // Weights have a scale for each channel, and a row of x has one: its largest number at 448 (or one that is given for all
 // rows); or, BLOCKED, weights have a scale for each 128 x 128 and a row of x has one for each 128 inputs. A chunk is a
@@ -16,7 +16,6 @@
 //
 // Defined when this is compiled: BLOCKED, CHANNELS (a multiple of 8, with GATED of 16), GROUPS, GATED, X_BF16 (else x is
 // float16), and the sums of instructions.cuh.
-#define OWN_X 0
 #include "fp8_rows.cuh"
 
 constexpr int ROWS = 64 * GROUPS;
@@ -33,8 +32,6 @@ constexpr int SPANNED = (STORED + 126) / 128 + 1;           // blocks of 128 cha
 constexpr int BAND = 8;          // tiles of rows that run side by side on the same channels, for the cache
 
 DEV int width_of(const Product& p) { return GATED ? p.channels / 2 : p.channels; }  // channels of the result
-
-extern "C" __global__ void __launch_bounds__(QUANTIZERS) quantize_rows(const __grid_constant__ Product p) { round_rows(p); }
 
 // Makes results of sums of 32 channels, from `channel` on, of which a thread has 2 of every 8 for its two rows.
 // `w`: the scale of the first, in shared memory.

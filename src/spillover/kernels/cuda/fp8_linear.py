@@ -1,4 +1,5 @@
-"""Products of FP8 weights and activations, in CUDA C++ for compute capability 9.0 (fp8_few.cu, fp8_linear.cu).
+"""Products of FP8 weights and activations, in CUDA C++ for compute capability 9.0 (fp8_few.cu, fp8_linear.cu; rows are
+rounded by fp8_round.cu).
 
 Activations are rounded to e4m3 on the way: a row by its largest number, or by a scale that the checkpoint gives, or
 beside weights in blocks each 128 inputs of a row by theirs. Sums have one order for every number of rows.
@@ -22,12 +23,13 @@ from spillover.kernels.cuda.driver.tensor_map import BYTES, TYPES, Map, capable,
 
 log = logging.getLogger("spillover.kernels")
 
-FEW_SOURCE, SOURCE = (Path(__file__).parent / name for name in ("fp8_few.cu", "fp8_linear.cu"))
+FEW_SOURCE, SOURCE, ROUND_SOURCE = (
+    Path(__file__).parent / name for name in ("fp8_few.cu", "fp8_linear.cu", "fp8_round.cu"))
 STEP = 128  # inputs
 UNIT = 64  # channels or rows that a warpgroup multiplies
 CHUNKS = 4  # of the inputs
 SHORTEST = 2  # steps of a chunk
-QUANTIZERS = 512  # threads
+ROUNDERS = 512  # threads, at most, that round a row
 SHARED = 226 << 10  # bytes of a multiprocessor's shared memory
 OWN_SHARED = 1 << 10  # that a block takes besides what it asks for
 OWN_ROWS = {False: 1, True: 2}  # by `blocked`: up to which each block rounds rows of x itself
@@ -42,7 +44,7 @@ LEAST_CHANNELS = 32
 MOST_CHANNELS = {False: 224, True: 128}  # by `blocked`, whose sums fit into registers
 MOST_PREPARED = 2048  # rows; those of more have cuts of these
 MOST_NORMED = 8192  # inputs of a row that a block can norm
-NORM_BYTES = 2 * 32 * 4  # of shared memory, where parts of sums of squares meet
+NORM_BYTES = 3 * 32 * 4  # of shared memory, where parts of sums of squares meet, and largest numbers
 
 
 class Form(NamedTuple):
@@ -81,6 +83,11 @@ class Shape(NamedTuple):
     @property
     def form(self) -> Form:
         return Form(self.blocked, self.gated, self.chunks, self.inner if self.normed else 0)
+
+    @property
+    def rounding(self) -> tuple[Rounding, Form]:
+        """Return what rounds rows ahead of the product, and norms them first if the shape says so."""
+        return Rounding(self.inner), Form(self.blocked, False, 1, self.inner if self.normed else 0)
 
     @property
     def stored(self) -> int:
@@ -159,6 +166,23 @@ class FewCut(NamedTuple):
                         NORMED=form.normed)
 
 
+class Rounding(NamedTuple):
+    """How rows of x are rounded that blocks do not round themselves, in the words of fp8_round.cu."""
+
+    inner: int
+
+    @property
+    def source(self) -> Path:
+        return ROUND_SOURCE
+
+    @property
+    def threads(self) -> int:
+        return min(-(-self.inner // 256) * 32, ROUNDERS)
+
+    def options(self, form: Form, dtype: torch.dtype) -> tuple[str, ...]:
+        return _defined(form, dtype, INPUTS=self.inner, NORMED=int(form.normed > 0), ROUNDERS=self.threads)
+
+
 class Cut(NamedTuple):
     """The tiles of a product of more rows, in the words of fp8_linear.cu; with a gate half of the channels are of each
     matrix."""
@@ -225,8 +249,11 @@ class Cut(NamedTuple):
 
 
 def _options(form: Form, dtype: torch.dtype, width: int, **more: int) -> tuple[str, ...]:
-    defined = {"BLOCKED": int(form.blocked), "GATED": int(form.gated), "X_BF16": int(dtype is torch.bfloat16), **more,
-               **sums_options(width)}
+    return _defined(form, dtype, GATED=int(form.gated), **more, **sums_options(width))
+
+
+def _defined(form: Form, dtype: torch.dtype, **more: object) -> tuple[str, ...]:
+    defined = {"BLOCKED": int(form.blocked), "X_BF16": int(dtype is torch.bfloat16), **more}
     return tuple(f"-D{name}={value}" for name, value in defined.items())
 
 
@@ -240,8 +267,13 @@ def few_cuts(rows: int, shape: Shape, processors: int) -> tuple[FewCut, ...]:
         found.insert(0 if wide else len(found), FewCut(8, 1, False, True, 2))
     width = 32 if rows <= 32 else 64
     whole = FewCut(width, 2)
-    if shape.chunks > 1 and 3 * whole.tiles(rows, shape) <= processors:
+    tiles, narrow = whole.tiles(rows, shape), width == 32
+    if shape.chunks > 1 and 3 * tiles <= processors:
         found.append(FewCut(width, 1, True, resident=3))
+    elif shape.chunks > 1 and 2 * tiles <= processors and (narrow or shape.blocked):
+        found.append(FewCut(width, 2, True, resident=2))
+    elif tiles > processors and (narrow or not shape.blocked):  # whose sums are few enough for two blocks' registers
+        whole = whole._replace(resident=2)
     return tuple(cut for cut in (*found, whole) if cut.fits(shape))
 
 
@@ -309,17 +341,29 @@ def add_norm_fp8_linear(
     x: Tensor, residual: Tensor, norm: Tensor, eps: float, values: Tensor, scales: Tensor, bias: Tensor | None = None,
     gated: bool = False, input_scale: Tensor | None = None, early: bool = False, cut: FewCut | Cut | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Add, norm and multiply in one kernel, x and residual [T, K], norm [K] -> (`fp8_linear` of rms_norm(x + residual),
-    x + residual); None: no kernel does so with these rows."""
+    """Add, norm and multiply, x and residual [T, K], norm [K] -> (`fp8_linear` of rms_norm(x + residual),
+    x + residual): in one kernel, or with one ahead that norms rows and rounds them. None: no kernel does so with these
+    rows."""
     shape = Shape(values.shape[0], values.shape[1], scales.dim() == 2, gated, normed=True)
-    cut = cut or chosen(x.shape[0], shape, processors(x.device))
-    if not len(x) or not cut.norms(shape) or not all(
+    if not len(x) or shape.inner > MOST_NORMED or not all(
             each.dtype is x.dtype and _in_vectors(each) for each in (x, residual, norm)):
+        return None
+    pieces = min(len(x), PIECE_ROWS), (len(x) - 1) % PIECE_ROWS + 1  # rows of the first, and of the last
+    used = [cut or chosen(rows, shape, processors(x.device)) for rows in pieces]
+    if not all(_rounded_ahead(each) or each.norms(shape) for each in used):
         return None
     out = torch.empty(x.shape[0], shape.stored, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _multiply(x, values, scales, bias, input_scale, shape, out, early, cut, Norm(residual, norm, eps, total))
+    for first in range(0, x.shape[0], PIECE_ROWS):
+        rows = slice(first, first + PIECE_ROWS)
+        normed = Norm(residual[rows], norm, eps, total[rows])
+        _multiply(x[rows], values, scales, bias, input_scale, shape, out[rows], early, cut, normed)
     return out, total
+
+
+def _rounded_ahead(cut: FewCut | Cut) -> bool:
+    """Return whether a kernel of its own rounds rows."""
+    return isinstance(cut, Cut) or not cut.own
 
 
 def _in_vectors(x: Tensor) -> bool:
@@ -331,6 +375,9 @@ def _multiply(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, in
               out: Tensor, early: bool, cut: FewCut | Cut | None, norm: Norm | None = None) -> None:
     rows, count = x.shape[0], processors(x.device)
     cut = cut or chosen(rows, shape, count)
+    rounding, rounded = shape.rounding
+    if not cut.norms(shape):
+        shape = shape._replace(normed=False)
     found = kernels(cut, shape.form, x.dtype, x.device)
     assert found is not None, "there are kernels"
     blocks = cut.blocks(rows, shape, count)
@@ -344,15 +391,18 @@ def _multiply(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, in
     if norm is not None:
         product.residual, product.residual_stride = norm.residual.data_ptr(), norm.residual.stride(0)
         product.norm, product.eps, product.total = norm.weight.data_ptr(), norm.eps, norm.total.data_ptr()
-    if isinstance(cut, Cut) or not cut.own:
+    if _rounded_ahead(cut):
         codes = torch.empty(rows, shape.inner, dtype=torch.uint8, device=x.device)
         x_scales = torch.empty((shape.steps, product.scales_row) if shape.blocked else (rows,), dtype=torch.float32,
                                device=x.device)
         product.codes, product.x_scales = codes.data_ptr(), x_scales.data_ptr()
         box = cut.rows if isinstance(cut, FewCut) else min(rows, cut.rows)
         product.codes_map = tensor_map(codes.data_ptr(), BYTES, (shape.inner, rows), (shape.inner,), (STEP, box))
-        found.launch("quantize_rows", rows, QUANTIZERS, product, 1024, early)
-    kernel = "fp8_linear" if norm is None else "add_rms_norm_fp8_linear"
+        rounds = kernels(rounding, rounded, x.dtype, x.device)
+        assert rounds is not None, "there are kernels"
+        kernel = "add_rms_norm_quantize" if rounded.normed else "quantize_rows"
+        rounds.launch(kernel, rows, rounding.threads, product, 0, early)
+    kernel = "add_rms_norm_fp8_linear" if shape.normed else "fp8_linear"
     found.launch(kernel, blocks, cut.threads, product, cut.shared(shape, stages), early)
 
 
@@ -363,10 +413,13 @@ def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, m
     rows = (*range(1, min(most_rows, MOST_PREPARED) + 1, 8), most_rows)
     wanted: dict[Path, set[tuple[str, ...]]] = {}
     for shape in set(shapes):
-        for cut in {chosen(count, shape, processors(device)) for count in rows}:
-            if shape.normed and not cut.norms(shape):
-                continue
-            wanted.setdefault(cut.source, set()).add(cut.options(shape.form, dtype))
+        found = {chosen(count, shape, processors(device)) for count in rows}
+        used: list[tuple[FewCut | Cut | Rounding, Form]] = [
+            (cut, shape.form) for cut in found if cut.norms(shape) or not shape.normed]
+        if not shape.normed or shape.inner <= MOST_NORMED:
+            used.append(shape.rounding)
+        for each, form in used:
+            wanted.setdefault(each.source, set()).add(each.options(form, dtype))
     for source, options in wanted.items():
         compile_ahead(source, options, device)
 
@@ -377,7 +430,7 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @cache
-def kernels(cut: FewCut | Cut, form: Form, dtype: torch.dtype, device: torch.device) -> Module | None:
+def kernels(cut: FewCut | Cut | Rounding, form: Form, dtype: torch.dtype, device: torch.device) -> Module | None:
     """Return the kernels of a cut, None where there are none."""
     if device.type != "cuda" or torch.version.hip or dtype not in TYPES:
         return None

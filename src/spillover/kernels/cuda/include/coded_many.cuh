@@ -1,23 +1,19 @@
 // Products of more than a few rows with weights in codes: a part of coded_linear.cu.
 //
 // More rows, by wgmma. What a warpgroup has at work: 64 channels (a warp 16) by 8 NT rows, for which left operands are
-// made of codes in registers. Sums of groups take turns, so that the tensor cores have the next ones while those before
-// are added: up to 64 rows two groups take turns, else two halves of the rows.
-constexpr int EACH = 8 / GROUPS, AT_ONCE = EACH < 4 ? EACH : 4, PARTS = EACH / AT_ONCE;  // operands of a group; made at once
-template <int NT>
+// made of codes in registers, MADE at a time: some while those before are multiplied. Other warpgroups multiply while one
+// adds the sums of a group.
+constexpr int EACH = 8 / GROUPS;  // operands of a group
+template <int NT, int MADE>
 struct Work {
-    static constexpr int N = NT < 8 ? NT : 8, HALVES = NT / N;  // a turn has 8 N rows
-    static constexpr bool PAIRS = HALVES == 1 && GROUPS == 1;   // steps take turns
-    static constexpr bool WHOLE = HALVES == 1 && GROUPS > 1;    // a step leaves no sums to be added with the next
-    float acc[NT][4], dot[2][N][4];
+    static constexpr int AT_ONCE = EACH < MADE ? EACH : MADE, PARTS = EACH / AT_ONCE;  // operands made at once
+    float acc[NT][4], dot[NT][4];
     u32 a[2][AT_ONCE][4];
     uint4 codes[VECTORS];
     Group numbers, before;  // of the group at work, of the one whose sums are to be added
-    const float* sums;      // of x over that
-    __device__ __forceinline__ void settle() { wgmma_settle<N>(dot[0]), wgmma_settle<N>(dot[1]); }
     // Makes the k-th and following operands of a step; those that were made two parts ago are not needed any more.
     __device__ __forceinline__ void make(int at, int k) {
-        wgmma_wait<HALVES>();
+        wgmma_wait<1>();
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
             operand(a[at][j], codes, k + j, numbers);
@@ -25,24 +21,23 @@ struct Work {
             for (int i = 0; i < 4; i++) a[at][j][i] = kept(a[at][j][i]);  // no later
         }
     }
-    // Begins the products of what was made, of the rows that one turn has. Rows of 128 bytes, eight of them 1,024 bytes
-    // apart from the next, swizzled.
-    __device__ __forceinline__ void multiply(int turn, int half, int at, int k, u32 x) {
+    // Begins the products of what was made. Rows of 128 bytes, eight of them 1,024 bytes apart from the next, swizzled.
+    __device__ __forceinline__ void multiply(int at, int k, u32 x) {
         u64 table = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | x >> 4;
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++)
-            wgmma<X_BF16, N>(dot[turn], a[at][j][0], a[at][j][1], a[at][j][2], a[at][j][3],
-                             table + ((k + j) / 4 * (NT * 1024) + half * N * 1024 + (k + j) % 4 * 32) / 16, k % EACH + j > 0);
+            wgmma<X_BF16, NT>(dot, a[at][j][0], a[at][j][1], a[at][j][2], a[at][j][3],
+                              table + ((k + j) / 4 * (NT * 1024) + (k + j) % 4 * 32) / 16, k % EACH + j > 0);
         wgmma_commit();
     }
-    // Adds the sums of a group, of the rows that one turn has.
-    __device__ __forceinline__ void add(int turn, int half) {
+    // Adds the sums of a group. `sums`: of x over it.
+    __device__ __forceinline__ void add(const float* sums) {
 #pragma unroll
-        for (int n = 0; n < N; n++) {
+        for (int n = 0; n < NT; n++) {
             float2 s = make_float2(0, 0);
-            if (OFFSETS) s = *(const float2*)(sums + (half * N + n) * 8 + (threadIdx.x & 3) * 2);
-            add_group(acc[half * N + n], dot[turn][n], before, s);
+            if (OFFSETS) s = *(const float2*)(sums + n * 8 + (threadIdx.x & 3) * 2);
+            add_group(acc[n], dot[n], before, s);
         }
     }
     __device__ __forceinline__ void clear() {
@@ -52,40 +47,27 @@ struct Work {
             for (int e = 0; e < 4; e++) acc[n][e] = 0;
     }
 };
-
-// Begins a step's products with the warp's tile and x, two boxes of 64 columns; its first operands were made before. Adds
-// sums of the group before each; the step's last are left. `first`: there is none before. `ended`: what the step before is
-// told. The compiler must see at every wait what is under way: products are begun on no condition.
-template <int NT, int PARITY, class Ended>
-DEV void multiply_step(Work<NT>& w, const u8* tile, u32 x, const float* sums, bool first, Ended ended) {
-    constexpr int HALVES = Work<NT>::HALVES;
+// Multiplies the warp's tile of a step and x, two boxes of 64 columns, and adds the sums of its groups. `next` reads the
+// codes of the next step, while the last products are under way.
+template <int NT, int MADE, class Next>
+DEV void multiply_step(Work<NT, MADE>& w, const u8* tile, u32 x, const float* sums, Next next) {
+    constexpr int AT_ONCE = Work<NT, MADE>::AT_ONCE, PARTS = Work<NT, MADE>::PARTS;
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
         if (group > 0) w.numbers = read_group(tile, group, (threadIdx.x & 31) / 4);
-        const int turn = HALVES == 2 ? 0 : (PARITY * GROUPS + group) & 1;
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
             const int at = (group * PARTS + part) & 1, k = group * EACH + part * AT_ONCE;
-            if (k > 0) w.make(at, k);
-            if (HALVES == 2 && part == 0) {
-                if (group > 0) wgmma_wait<1>();
-                wgmma_settle<Work<NT>::N>(w.dot[0]);
-                if (group > 0 || !first) w.add(0, 0);
-            }
-            w.multiply(turn, 0, at, k, x);
-            if (part == 0) {
-                wgmma_wait<1>();
-                wgmma_settle<Work<NT>::N>(w.dot[turn ^ 1]);
-                if (group > 0 || !first) w.add(turn ^ 1, HALVES - 1);
-                if (group == 0 && !first) ended();
-            }
-            if (HALVES == 2) w.multiply(1, 1, at, k, x);
+            w.make(at, k);
+            w.multiply(at, k, x);
         }
-        w.before = w.numbers, w.sums = sums + group * (NT * 8);
+        w.before = w.numbers;
+        if (group == GROUPS - 1) next();
+        wgmma_wait<0>();
+        wgmma_settle<NT>(w.dot);
+        w.add(sums + group * (NT * 8));
     }
 }
-
-template <int VALUE> struct Parity { static constexpr int value = VALUE; };
 struct Place { int row, strip; };
 // Tiles of a band of rows come one after another, then the next channels.
 template <int NT, int STRIPS>
@@ -96,12 +78,12 @@ DEV Place place(int tile, int row_tiles, int strip_tiles) {
 }
 
 // A block multiplies tiles of 8 NT rows by 64 WC channels one after another, or with `spread` a cluster of blocks one tile,
-// each block some of the chunks. One thread copies, some stages ahead; WC warpgroups multiply. Sums of chunks wait in
+// each block some of the chunks. One warp copies, some stages ahead; WC warpgroups multiply. Sums of chunks wait in
 // shared memory, before the stages: their total, or with `spread` all but a block's last, which lies where stages were.
 template <int NT, int WC>
 DEV void many_rows(const Product& p, u8* room) {
-    constexpr bool PAIRS = Work<NT>::PAIRS, WHOLE = Work<NT>::WHOLE;
-    constexpr int HALVES = Work<NT>::HALVES, ROWS = NT * 8, STRIPS = WC * 4, CONSUMERS = WC * 128, SLOT = NT * CONSUMERS * 16;
+    constexpr int MADE = WC == 4 ? 2 : 4;  // of operands, as many as there are registers for
+    constexpr int ROWS = NT * 8, STRIPS = WC * 4, CONSUMERS = WC * 128, SLOT = NT * CONSUMERS * 16;
     constexpr int X_BYTES = ROWS * STEP * 2, TILES = STRIPS * TILE, SUMS = OFFSETS ? GROUPS * ROWS * 4 : 0;
     constexpr int STAGE = (X_BYTES + TILES + SUMS + 1023) / 1024 * 1024;
     // A block has the registers that all of its threads begin with: one that asks for more waits for ever.
@@ -124,17 +106,13 @@ DEV void many_rows(const Product& p, u8* room) {
     u32 phase = 0;
     if (warp >= STRIPS) {
         if (WC > 1) give_registers<FEW>();
-        if (threadIdx.x == CONSUMERS) {
+        if (warp == STRIPS) {  // a lane each strip; the first waits, and copies x
             i64 strip_bytes = (i64)p.steps * TILE;
             auto bring_tiles = [&](int to_stage, int strip, int i) {
-                u32 to = ring + to_stage * STAGE + X_BYTES, barrier = full + to_stage * 8;
-                const u8* from = p.tiles + strip * strip_bytes + (i64)(begin + i) * TILE;
-                expect(barrier, X_BYTES + TILES + SUMS);
-#pragma unroll 1
-                for (int s = 0; s < STRIPS; s++, to += TILE) {
-                    copy_range(to, from, TILE, barrier);
-                    if (strip + s + 1 < strips) from += strip_bytes;
-                }
+                u32 to = ring + to_stage * STAGE + X_BYTES + lane * TILE, barrier = full + to_stage * 8;
+                if (lane == 0) expect(barrier, X_BYTES + TILES + SUMS);
+                __syncwarp();
+                if (lane < STRIPS) copy_range(to, p.tiles + min(strip + lane, strips - 1) * strip_bytes + (i64)(begin + i) * TILE, TILE, barrier);
             };
             int ahead = min(steps, stages);  // before what makes x has ended
 #pragma unroll 1
@@ -150,8 +128,8 @@ DEV void many_rows(const Product& p, u8* room) {
                         bring_tiles(stage, at.strip, i);
                     }
                     u32 to = ring + stage * STAGE;
-                    copy_box(to, p.map, at.row, (begin + i) * 2, full + stage * 8);
-                    if (OFFSETS)
+                    if (lane == 0) copy_box(to, p.map, at.row, (begin + i) * 2, full + stage * 8);
+                    if (OFFSETS && lane == 0)
                         for (int g = 0; g < GROUPS; g++)
                             copy_range(to + X_BYTES + TILES + g * ROWS * 4,
                                        p.sums + (i64)((begin + i) * GROUPS + g) * p.sums_row + at.row, ROWS * 4, full + stage * 8);
@@ -166,7 +144,7 @@ DEV void many_rows(const Product& p, u8* room) {
     int chunks = (p.steps + p.chunk - 1) / p.chunk;
 #pragma unroll 1
     for (int tile = from_tile; tile < tiles; tile += stride) {
-        Work<NT> w;
+        Work<NT, MADE> w;
         w.clear();
         int left = p.chunk, chunk = 0, last = 0;
         auto own_sum = [&](int n) { return make_float4(w.acc[n][0], w.acc[n][1], w.acc[n][2], w.acc[n][3]); };
@@ -190,36 +168,19 @@ DEV void many_rows(const Product& p, u8* room) {
             w.clear();
             left = p.chunk, chunk++;
         };
-        auto step = [&](auto parity, int i) {
+        begin_step(steps > 0);
+#pragma unroll 1
+        for (int i = 0; i < steps; i++) {
             u32 x = ring + stage * STAGE, numbers = x + X_BYTES;
             const u8* codes = room + (numbers - memory);
-            multiply_step<NT, decltype(parity)::value>(w, codes + warp * TILE, x, (const float*)(codes + TILES), WHOLE || i == 0, [&]() {
-                if (i < steps) ended();  // else there is no step for this turn
-            });
-            if (i < steps) {
-                last = stage;
+            last = stage;
+            multiply_step(w, codes + warp * TILE, x, (const float*)(codes + TILES), [&] {
                 if (++stage == stages) stage = 0, phase ^= 1;
-            }
-            begin_step(i + 1 < steps);  // of what was copied, or of whatever is there, which comes to nothing
-            if (PAIRS && decltype(parity)::value == 0) w.make(0, 0);
-        };
-        begin_step(steps > 0);
-        w.make(0, 0);
-#pragma unroll 1
-        for (int i = 0; i < steps; i += PAIRS ? 2 : 1) {
-            step(Parity<0>(), i);
-            if (PAIRS) step(Parity<1>(), i + 1);
-            wgmma_wait<0>();
-            w.settle();
-            if (WHOLE) {
-                w.add(1, 0);
-                if (i + 1 < steps) ended();
-            }
-            w.make(0, 0);
+                begin_step(i + 1 < steps);
+            });
+            if (i + 1 < steps) ended();
         }
         if (steps > 0) {
-            if (HALVES == 2) w.add(0, 0);
-            if (HALVES == 2 || (PAIRS && steps % 2 == 0)) w.add(1, HALVES - 1);
             __syncwarp();
             if (lane == 0) arrive(empty + last * 8);
         }
@@ -259,6 +220,8 @@ DEV void many_rows(const Product& p, u8* room) {
 #define MANY(NT, WC) \
     KERNEL(WC * 128 + 128, 1) many_rows_##NT##_##WC(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); many_rows<NT, WC>(p, room); }
 MANY(4, 2)
+MANY(4, 4)
 MANY(8, 1)
 MANY(8, 2)
+MANY(8, 4)
 MANY(16, 2)

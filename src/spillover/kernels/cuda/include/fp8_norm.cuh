@@ -1,15 +1,15 @@
-// Rows of x that each block adds to a residual and norms before it rounds them to e4m3: to the bit what triton/norm.py
-// and then fp8_rows.cuh make of them.
+// Rows of x that threads hold in registers: added to a residual and normed, to the bit as triton/norm.py does, and rounded
+// to e4m3, as `quantize` of fp8_rows.cuh does.
 //
 // A thread holds the vectors of a row that are CONSUMERS apart. Squares are added neighbours first: those of a vector,
 // of 32 vectors in a warp, and then those parts of a row.
 //
-// Defined when this is included: NORMED (the inputs of a row; 0: rows are taken as they are) and CONSUMERS (threads).
+// Defined when this is included: INPUTS (of a row), NORMED (0: rows are taken as they are) and CONSUMERS (threads).
 
-constexpr int VECTORS = NORMED / 8;
-constexpr int HELD = NORMED > 0 ? (VECTORS + CONSUMERS - 1) / CONSUMERS : 1;
-constexpr int PARTS = HELD * (CONSUMERS / 32), MOST_PARTS = 32;  // NORM_BYTES of kernels/cuda/fp8_linear.py: of two rows
-static_assert(PARTS <= MOST_PARTS, "a lane adds each part");
+constexpr int VECTORS = INPUTS / 8;
+constexpr int HELD = INPUTS > 0 ? (VECTORS + CONSUMERS - 1) / CONSUMERS : 1;
+constexpr int WARPS = CONSUMERS / 32, PARTS = HELD * WARPS, MOST_PARTS = 32;
+static_assert(WARPS <= MOST_PARTS && (!NORMED || PARTS <= MOST_PARTS), "a lane adds each part");
 
 DEV int vector_of(int j) { return j * CONSUMERS + (int)threadIdx.x; }
 DEV void read_row(uint4 (&to)[HELD], const u16* row) {  // zeros beyond its end
@@ -77,51 +77,53 @@ DEV float factor_of(const uint4 (&row)[HELD], float eps, float* parts) {
     over_lanes<32>(sums, add);
 #pragma unroll
     for (int j = 0; j < HELD; j++)
-        if (lane == 0) parts[j * (CONSUMERS / 32) + warp] = sums[j];
+        if (lane == 0) parts[j * WARPS + warp] = sums[j];
     sync_first<CONSUMERS>();
     float sum[1] = {lane < PARTS ? parts[lane] : 0.0f};
     over_lanes<32>(sum, add);
-    return inverse_root(__fadd_rn(divided(sum[0], NORMED), eps));
+    return inverse_root(__fadd_rn(divided(sum[0], INPUTS), eps));
 }
 
-// Adds, norms and rounds the rows as `quantize` of fp8_rows.cuh rounds them. The first block stores x + residual. `parts`:
-// 2 * MOST_PARTS numbers in shared memory, as some threads may have begun a row while others end the one before.
+// Adds a row of x to its residual, and norms the sum. `stores`: x + residual is kept too. `parts`: as of `factor_of`.
+DEV void norm_row(uint4 (&held)[HELD], const Product& p, int row, const uint4 (&weight)[HELD], bool stores, float* parts) {
+    uint4 more[HELD];
+    read_row(held, p.x + row * p.x_stride);
+    read_row(more, p.residual + row * p.residual_stride);
+#pragma unroll
+    for (int j = 0; j < HELD; j++) held[j] = added(held[j], more[j]);
+    if (stores) write_row(p.total + (i64)row * INPUTS, held);
+    const float factor = factor_of(held, p.eps, parts);
+#pragma unroll
+    for (int j = 0; j < HELD; j++) held[j] = scaled(held[j], factor, weight[j]);
+}
+
+// Rounds a row. `parts`: WARPS numbers in shared memory.
 template <class PutScale, class PutCodes>
-DEV void norm_and_quantize(const Product& p, const uint4 (&weight)[HELD], float* most, float* parts,
-                           PutScale put_scale, PutCodes put_codes) {
+DEV void round_row(const Product& p, const uint4 (&held)[HELD], float* parts, PutScale put_scale, PutCodes put_codes) {
     const bool given = !BLOCKED && p.input_scale, finds = !BLOCKED && !given;
-#pragma unroll 1
-    for (int row = 0; row < p.rows; row++) {
-        uint4 held[HELD], more[HELD];
-        read_row(held, p.x + row * p.x_stride);
-        read_row(more, p.residual + row * p.residual_stride);
+    auto larger = [](float a, float b) { return fmaxf(a, b); };
+    float found[HELD];
 #pragma unroll
-        for (int j = 0; j < HELD; j++) held[j] = added(held[j], more[j]);
-        if (blockIdx.x == 0) write_row(p.total + (i64)row * NORMED, held);
-        const float factor = factor_of(held, p.eps, parts + row % 2 * MOST_PARTS);
-        float found[HELD];
+    for (int j = 0; j < HELD; j++) found[j] = given ? 0 : largest_of(held[j]);
+    if (BLOCKED) over_lanes<16>(found, larger);
+    if (finds) {
+        float most[1] = {found[0]};
 #pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            held[j] = scaled(held[j], factor, weight[j]);
-            found[j] = given ? 0 : largest_of(held[j]);
-        }
-        if (BLOCKED) over_lanes<16>(found, [](float a, float b) { return fmaxf(a, b); });
-        if (finds) {
+        for (int j = 1; j < HELD; j++) most[0] = fmaxf(most[0], found[j]);
+        over_lanes<32>(most, larger);
+        if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = most[0];
+        sync_first<CONSUMERS>();
+        most[0] = threadIdx.x % 32 < WARPS ? parts[threadIdx.x % 32] : 0.0f;
+        over_lanes<32>(most, larger);
 #pragma unroll
-            for (int j = 1; j < HELD; j++) found[0] = fmaxf(found[0], found[j]);
-            found[0] = largest_of_step(found[0]);
-            if (threadIdx.x % 16 == 0) atomicMax((int*)(most + row), __float_as_int(found[0]));
-            sync_first<CONSUMERS>();
+        for (int j = 0; j < HELD; j++) found[j] = most[0];
+    }
 #pragma unroll
-            for (int j = 0; j < HELD; j++) found[j] = most[row];
-        }
-#pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            const int vector = (int)kept(vector_of(j));  // else places are computed ahead, and take registers
-            if (vector >= VECTORS) continue;
-            const float largest = fmaxf(found[j], TINY), scale = scale_for(p, given, largest);
-            put_codes(row, vector, rounded_codes(held[j], inverse_for(scale, given, largest)));
-            if (vector % 16 == 0 && (BLOCKED || vector == 0)) put_scale(row, vector / 16, scale);
-        }
+    for (int j = 0; j < HELD; j++) {
+        const int vector = (int)kept(vector_of(j));  // else places are computed ahead, and take registers
+        if (vector >= VECTORS) continue;
+        const float largest = fmaxf(found[j], TINY), scale = scale_for(p, given, largest);
+        put_codes(vector, rounded_codes(held[j], inverse_for(scale, given, largest)));
+        if (vector % 16 == 0 && (BLOCKED || vector == 0)) put_scale(vector / 16, scale);
     }
 }

@@ -1,11 +1,10 @@
 // What the kernels of FP8 products have in common: their arguments, rounding rows of x to e4m3, a gate, rings of stages.
 //
-// Defined when this is compiled: BLOCKED, X_BF16 (else x is float16), GATED, OWN_X, and the sums of instructions.cuh.
+// Defined when this is compiled: BLOCKED, X_BF16 (else x is float16), and for products the sums of instructions.cuh.
 #include "instructions.cuh"
 
 constexpr int STEP = 128;  // inputs, and bytes
-constexpr int QUANTIZERS = 512;  // threads of quantize_rows
-constexpr int KEPT = OWN_X ? 8 : 4;  // vectors of 8 inputs that a thread keeps between finding the largest number and rounding
+constexpr int KEPT = 8;  // vectors of 8 inputs that a thread keeps between finding the largest number and rounding
 constexpr float LARGEST = 448.0f, TINY = 1e-12f;
 
 // What the kernels take; kernels/cuda/fp8_linear.py has the same.
@@ -123,18 +122,3 @@ struct Ring {  // the stage whose turn it is
         if (++stage == stages) stage = 0, phase ^= 1;
     }
 };
-
-// The rows of a product, a block each.
-DEV void round_rows(const Product& p) {
-    DYNAMIC_SHARED(room);
-    float* most = (float*)room;
-    int row = blockIdx.x;
-    if (threadIdx.x == 0) *most = 0;
-    __syncthreads();
-    launch_dependents();
-    wait_before();
-    quantize<QUANTIZERS>(
-        p, row, 1, 0, p.steps, most, [&] { __syncthreads(); },
-        [&](int, int step, float scale) { p.x_scales[(i64)step * p.scales_row + row] = scale; },
-        [&](int, int vector, uint2 codes) { *(uint2*)(p.codes + (i64)row * p.steps * STEP + vector * 8) = codes; });
-}
