@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spillover.kernels.formats.gguf_codes import Codes
 
 DUMMY_STD = 0.02
-HOST_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # numbered so in native/moe/host_experts.cpp
+HOST_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # numbered so in native/moe/mixture.h
 
 _registered: dict[str, type[WeightFormat]] = {}
 _Format = TypeVar("_Format", bound="WeightFormat")

@@ -22,7 +22,7 @@ SOURCES = tuple(sorted(_FOLDER.rglob("*.cpp")))
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread", "-Wno-psabi")
 # A symbol that nothing defines fails the link, with its name, rather than the load.
 LINK_FLAGS = ("-shared", "-pthread", *(("-Wl,--no-undefined",) if sys.platform == "linux" else ()))
-_LONGEST = "host_experts"  # takes as long to compile as all other sources together
+_LONGEST = "mixture_"  # so begin the names of those that take longest to compile
 _POLL_SECONDS = 0.05
 _LOCK_SECONDS = 600  # for another process's build; after that this one builds beside it
 _PREFIX = "build-"  # of temporary folders
@@ -131,7 +131,7 @@ def build(command: list[str], path: Path, tell: Progress, sources: Sequence[Path
 def _compile(command: list[str], sources: Sequence[Path], folder: Path, tell: Progress) -> list[str]:
     """Compile into `folder`, at most as many sources at once as there are cores, the longest first."""
     objects = [str(folder / f"{source.stem}.o") for source in sources]
-    waiting = sorted(zip(sources, objects, strict=True), key=lambda pair: pair[0].stem != _LONGEST)
+    waiting = sorted(zip(sources, objects, strict=True), key=lambda pair: not pair[0].stem.startswith(_LONGEST))
     running: list[tuple[subprocess.Popen[bytes], Path]] = []
     try:
         while waiting or running:

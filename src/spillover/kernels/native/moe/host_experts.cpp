@@ -2,14 +2,27 @@
 //
 // An expert's tensors lie in one record, the records of a layer side by side. What is asked for comes by a call, or by
 // mail that a CUDA device writes in the middle of its step (kernels/moe/host_expert_queue.py has the layout). A row of weights is read
-// from memory once for all rows of floats that go through its expert (mixture.h, which says where its two paths part),
+// from memory once for all rows of floats that go through its expert (mixture_of.h, which says where its two paths part),
 // and on either path a sum has one order, whatever the number of rows and threads.
+#include <cstring>
+#include <vector>
+
+#include "../amx.h"
 #include "mixture.h"
 
 namespace {
 
 enum Header { kPosted = 0, kDone = 16, kFailed = 32, kLayer = 33, kCount = 34, kTokens = 35 };  // places in a mail's
 constexpr int32_t kRefused = 2;  // as kFailed: the host cannot make sense of what was posted
+
+std::unique_ptr<Mixture> make_mixture(const Layout& layout, float limit, int threads, int64_t grain) {
+    static constexpr struct { int64_t first; MakeMixture* make; } kMakers[] = {
+        {kGgufForms, make_gguf_mixture}, {kInt8Forms, make_int8_mixture}, {kInt4Forms, make_int4_mixture},
+        {kSmallFloatForms, make_small_float_mixture}};
+    for (const auto& maker : kMakers)
+        if (layout.form >= maker.first) return maker.make(layout.form - maker.first, layout, limit, threads, grain);
+    return make_float_mixture(layout.form - kFloatForms, layout, limit, threads, grain);
+}
 
 struct Mail {
     int32_t* header;
