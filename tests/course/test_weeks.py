@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shlex
 import tomllib
@@ -12,9 +13,11 @@ from typing import Any
 
 import click
 import pytest
+import tokenizers
 
 from spillover.cli.main import main
 from spillover.cli.serve import serve
+from spillover.course.random_tokenizer import random_tokenizer
 from spillover.course.slurm import job_file
 from spillover.course.steps import arguments, clear_disks, experiments, make_experiment, most_seconds
 from spillover.course.summary import table
@@ -156,6 +159,21 @@ def test_a_job_file_has_the_cards_and_the_time_of_its_week() -> None:
 def test_flags_of_a_run_reach_every_arm_and_label_it() -> None:
     made = experiments(load_week(5), "cpu", flags={"load-format": "dummy"})["prefix"]
     assert {arm.label for arm in made.arms} == {"random weights"}
+
+
+def test_random_weights_have_a_text_for_every_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPILLOVER_CACHE", str(tmp_path))
+    folder = random_tokenizer("llama-3.1-8b")
+    written = (folder / "tokenizer.json").stat().st_mtime_ns
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 128256
+    drawn = random.Random(0).sample(range(1000, 128256), 500)
+    text = tokenizer.decode(drawn)
+    assert all(tokenizer.decode([token]).strip() for token in [*drawn, 128255])
+    assert tokenizer.encode(text).ids == drawn  # as long when it comes back, in the next turn of a chat
+    assert random_tokenizer("llama-3.1-8b") == folder
+    assert (folder / "tokenizer.json").stat().st_mtime_ns == written
+    assert [made.name for made in folder.parent.iterdir()] == [folder.name]
 
 
 @pytest.mark.parametrize("week", [week for week in ALL if week.gpus == 1], ids=lambda week: str(week.number))

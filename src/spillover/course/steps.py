@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spillover.course.week import CommandStep, ExperimentStep, Week, all_weeks, course_folder
+from spillover.course.random_tokenizer import random_tokenizer
+from spillover.course.week import CommandStep, ExperimentStep, Week, all_weeks
 from spillover.errors import SpilloverError
 from spillover.lab.document import read_document, scaled
 from spillover.lab.engines import missing
@@ -21,7 +22,6 @@ GPU_MODEL = "meta-llama/Llama-3.1-8B-Instruct"  # of commands at the size for GP
 SHAPES = {GPU_MODEL: "llama-3.1-8b"}  # models whose config.json ships, for random weights of their shape
 FILES_OF_TEXT = ("sharegpt", "custom")
 TEXT_LENGTHS = {"dataset-name": "random", "random-input-len": 220, "random-output-len": 200}  # ShareGPT's, about
-TOKENIZER = course_folder() / "week14" / "tokenizer"  # a small one, for random weights
 DISKS = "spillover-course-"  # how folders of KV begin that are the course's own
 
 
@@ -95,8 +95,9 @@ def arguments(step: CommandStep, scale: str, output: str, model: str | None = No
     """Return what follows `spill`. `prompts`: the most of a command that is told a number of them."""
     given, flags = shlex.split(step.run[scale]), dict(flags or {})
     model = GPU_MODEL if model is None and scale == "gpu" else model
-    if flags.get("load-format") == "dummy" and model in SHAPES:
-        model, flags["tokenizer"] = shape(model), str(TOKENIZER)
+    if flags.get("load-format") == "dummy" and model is not None and model in SHAPES:
+        flags["tokenizer"] = str(random_tokenizer(SHAPES[model]))
+        model = shape(model)
     if prompts is not None and "--num-prompts" in given:
         at = given.index("--num-prompts") + 1
         given[at] = str(min(int(given[at]), prompts))
@@ -128,7 +129,7 @@ def _random_weights(document: dict[str, Any], model: str | None) -> dict[str, An
             continue
         of = own or model or document.get("model")
         arms[name] = {**arm, **({} if own is None else {"model": shape(own)}),
-                      "args": {**args, **({"tokenizer": str(TOKENIZER)} if of in SHAPES else {})}}
+                      "args": {**args, **({"tokenizer": str(random_tokenizer(SHAPES[of]))} if of in SHAPES else {})}}
     loads = {name: load if load.get("dataset-name") not in FILES_OF_TEXT or Path(load["dataset-path"]).is_file()
              else {**{key: value for key, value in load.items() if key != "dataset-path"}, **TEXT_LENGTHS}
              for name, load in document["workloads"].items()}

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from spillover.cache import cache_root
 from spillover.plan.cgroup import read_limits
 
 _PINNED_TRIAL = 1 << 20
@@ -68,7 +69,7 @@ def probe() -> Machine:
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = math.ceil(limits.cpus) if limits.cpus is not None else affinity
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    folder = cache_folder()
+    folder = cache_root()
     cuda = _cuda_devices()
     return Machine(
         cpu=_cpu_model(),
@@ -102,11 +103,6 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
-
-
-def cache_folder() -> Path:
-    """Return where kernels are built to and models are kept."""
-    return Path(os.environ.get("SPILLOVER_CACHE") or "~/.cache/spillover").expanduser()
 
 
 def _cuda_devices() -> tuple[CudaDevice, ...]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from spillover.cache import cache_root
 from spillover.errors import CheckpointError, SpilloverError
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.hub import default_model
@@ -40,8 +41,7 @@ class StoredModel:
 
 
 def models_folder() -> Path:
-    root = os.environ.get("SPILLOVER_CACHE")
-    return (Path(root).expanduser() if root else Path.home() / ".cache" / "spillover") / "models"
+    return cache_root() / "models"
 
 
 def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
