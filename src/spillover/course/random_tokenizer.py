@@ -26,13 +26,12 @@ def random_tokenizer(shape: str) -> Path:
     size = json.loads((shapes()[shape] / "config.json").read_text())["vocab_size"]
     folder = cache_root() / "tokenizers" / f"random-{size}"
     if not (folder / "tokenizer.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-            shutil.copytree(BASE, made, dirs_exist_ok=True)
-            (Path(made) / "tokenizer.json").write_text(json.dumps(_extended(size)))
-            folder.mkdir(exist_ok=True)
-            for file in Path(made).iterdir():
-                os.replace(file, folder / file.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(BASE / "tokenizer_config.json", folder)
+        with tempfile.TemporaryDirectory(dir=folder) as made:  # who finds tokenizer.json finds all of it
+            whole = Path(made) / "tokenizer.json"
+            whole.write_text(json.dumps(_extended(size)))
+            os.replace(whole, folder / whole.name)
     return folder
 
 

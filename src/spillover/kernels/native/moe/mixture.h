@@ -25,7 +25,7 @@ struct Layout {
 struct Request {
     const uint8_t* records;  // of the layer
     const float* x;          // [tokens, hidden]
-    const int32_t* pairs;    // [count, kPair]
+    const int32_t* pairs;    // [count, 4]: token, expert, and two that are not looked at
     float* out;              // [count, hidden]
     int64_t tokens, count;
 };

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kRows = 4;  // of floats that are multiplied at once
 constexpr int kColumns = 32;  // of the activation in a chunk, at most
-constexpr int kPair = 4;  // int32 of a pair: token, expert, and two that are not looked at here
+constexpr int kPair = 4;  // int32 of a pair
 
 float load_one(const uint8_t* p, int64_t index, int64_t type) {
     if (type == kFloat32) return reinterpret_cast<const float*>(p)[index];
