@@ -139,7 +139,8 @@ constexpr int together(int R, int most) {
     return vectors < most ? vectors : most;
 }
 
-// body(c, std::integral_constant<int, C>) for the vectors of W lanes in [0, size), from c on C of them at a time.
+// body(c, std::integral_constant<int, C>) for the vectors of W lanes in [0, size), from c on C of them at a time. A body
+// that is not inlined reads what it captures anew in its inner loop.
 template <int W, int C, class Body>
 inline __attribute__((always_inline)) void in_vectors(int64_t size, Body body) {
     int64_t c = 0;
@@ -155,7 +156,7 @@ void score(const float* q, const typename Pool::Code* keys, Ahead<typename Pool:
            int64_t D) {
     typedef typename Vec<W>::F F;
     constexpr int kVectorsPerLine = !Pool::kScaled ? 1 : W < 8 ? 8 : 64 / W;  // D is a multiple of 8
-    in_vectors<W, together(R, 16 / W)>(bs, [&](int64_t c, auto count) {
+    in_vectors<W, together(R, 16 / W)>(bs, [&](int64_t c, auto count) __attribute__((always_inline)) {
         constexpr int C = decltype(count)::value;
         F acc[C][R] = {};
         for (int64_t d = 0; d < D; d += kVectorsPerLine) {
@@ -220,7 +221,7 @@ template <class Pool, int W, int R>
 void gather(const float* weights, const typename Pool::Code* values, Ahead<typename Pool::Code> next,
             const float* shrink, float* out, int64_t ws, Visible tokens, int64_t bs, int64_t D) {
     typedef typename Vec<W>::F F;
-    in_vectors<W, together(R, 4)>(D, [&](int64_t c, auto count) {
+    in_vectors<W, together(R, 4)>(D, [&](int64_t c, auto count) __attribute__((always_inline)) {
         constexpr int C = decltype(count)::value;
         F acc[C][R];
         for (int v = 0; v < C; v++) {
