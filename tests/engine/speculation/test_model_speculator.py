@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -242,6 +243,21 @@ def test_a_prompt_is_caught_up_with_where_that_pays(left: int, missing: int, wor
     assert worth or not chooser._pays([request]), "and nobody waits for it"
 
 
+def test_a_choice_is_kept_until_it_is_decided_again_whether_to_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device waits for each."""
+    choices = 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal choices
+        choices += 1
+        return best_counts(*given)
+
+    monkeypatch.setattr(model_speculator, "best_counts", counted)
+    run(Costs(row=0.01, wait=0.1, call=0.05, draft_pass=0.05, draft_row=0.01), [0.9], 800, None, 1)
+    again = 800 / speculator.RECHECK_STEPS  # whether to draft, and then how much
+    assert choices <= model_speculator.UNSETTLED + 2 * again + 10
+
+
 def test_drafts_that_come_to_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes whose tokens cannot be said in the other vocabulary count as wrong."""
     clock = Clock()
@@ -264,6 +280,7 @@ def test_drafts_that_come_to_nothing_are_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(drafter, "propose", silent)
     for _ in range(100):
         chooser.drafts([Candidate(request, 4)], 1, 1, 100)
+        chooser.probe([request])
     assert 0 < asked < 60
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
 
 HOPE = 0.6  # share of tokens that are taken to be right before one was tried
+UNSETTLED = 64  # choices that are made anew in each step, as what they bring still tells much of costs
 SHORT_DRAFTS = 4  # of one token at first, of which the first is not measured: it compiles, and touches new memory
 TRIAL_DRAFT = 4  # tokens of a draft that is made though it seems not to pay
 TRIAL_REQUESTS = 8  # that such drafts are made for
@@ -60,7 +61,11 @@ class ModelSpeculator(AdaptiveSpeculator):
     def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
                  price: ExpertPrice | None = None) -> None:
         super().__init__(drafter, most_tokens, adaptive, simulated, price)
+        self._catches_up = drafter if isinstance(drafter, CatchesUp) else None
         self._drafting = DraftCosts()
+        self._choice: tuple[object, list[int]] | None = None  # for whom and beside what, and the tokens to draft
+        self._num_choices = 0  # up to UNSETTLED
+        self._measured: tuple[Sequence[int], float] | None = None  # passes and seconds that are not noted yet
         self._drafted = 0  # calls that drafted, up to SHORT_DRAFTS
         self._ready: set[Request] = set()  # of the last call, those that drafts could be made for
         self._tried_worth = 0.0  # seconds that a token accepted in the last step is worth, if that was a trial
@@ -72,7 +77,16 @@ class ModelSpeculator(AdaptiveSpeculator):
         return best_counts(survival, len(survival), rows, self._speculating, self._plain, self._room(rows),
                            self._drafting)[1]
 
+    def _pays(self, running: Sequence[Request]) -> bool:
+        self._choice = None
+        return super()._pays(running)
+
     def _asked(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[int]:
+        # The device waits for this, so a choice is kept until it is decided again whether to draft at all.
+        beside = (tuple(candidates), decodes, rows, room)
+        if self._choice is not None and self._choice[0] == beside and not self._trial:
+            return self._choice[1]
+        self._choice = None
         if self._trial:
             counts = self._trial_counts(candidates, room)
         else:
@@ -80,18 +94,29 @@ class ModelSpeculator(AdaptiveSpeculator):
                                        self._drafting)
             counts = chosen.tolist() if gain > 1 else [0] * len(candidates)
             self._leave_out(candidates, counts, gain, decodes)
-        # Of what was never measured, little is tried at first.
-        limit = (1, TRIAL_DRAFT, self.most_tokens)[self._drafting.most_known] if self._drafted == SHORT_DRAFTS else 1
-        return [min(count, limit) for count in counts]
+        if self._drafted < SHORT_DRAFTS or self._drafting.most_known < 2:
+            # Of what was never measured, little is tried at first.
+            limit = (1, TRIAL_DRAFT)[self._drafting.most_known] if self._drafted == SHORT_DRAFTS else 1
+            return [min(count, limit) for count in counts]
+        if not self._trial and self._catches_up is None:
+            self._num_choices += self._num_choices < UNSETTLED
+            self._choice = (beside, counts) if self._num_choices == UNSETTLED else None
+        return counts
+
+    def _kept(self, found: Sequence[tuple[Candidate, Draft]], decodes: int, rows: int, room: int) -> list[int]:
+        """Keep drafts whole but in a trial: when they were asked for as much was known of them as now."""
+        if self._trial:
+            return super()._kept(found, decodes, rows, room)
+        return [len(draft.tokens) for _, draft in found]
 
     def _leave_out(self, candidates: Sequence[Candidate], counts: list[int], gain: float, decodes: int) -> None:
         """Set counts to 0 for requests of which more is missing than drafts are expected to save in what is to come."""
-        if not isinstance(self._drafter, CatchesUp) or not self._token_seconds:
+        if self._catches_up is None or not self._token_seconds:
             return
         saved = self._plain.at(decodes) / decodes * (1 - 1 / gain)  # a token
         for index, candidate in enumerate(candidates):
             request = candidate.request
-            if counts[index] and self._drafter.missing(request) * self._token_seconds > saved * self._to_come(request):
+            if counts[index] and self._catches_up.missing(request) * self._token_seconds > saved * self._to_come(request):
                 self._left_out[request] = request.num_output
                 counts[index] = 0
 
@@ -156,22 +181,26 @@ class ModelSpeculator(AdaptiveSpeculator):
             self._credit -= seconds
         passes: Sequence[int] = [len(draft.tokens) for draft in found]
         caught_up = 0
-        if isinstance(self._drafter, CatchesUp) and candidates:
-            passes, caught_up = self._drafter.passes, self._drafter.caught_up
+        if self._catches_up is not None and candidates:
+            passes, caught_up = self._catches_up.passes, self._catches_up.caught_up
         self._ready = {candidate.request for candidate, count in zip(candidates, passes, strict=True) if count}
         if caught_up:
             each = max(0.0, seconds - self._drafting.seconds(passes)) / caught_up
             self._token_seconds += (each - self._token_seconds) * (OUTPUT_WEIGHT if self._token_seconds else 1.0)
         elif any(passes):
-            if self._drafted:
-                self._drafting.note(passes, seconds)
-            self._drafted = min(SHORT_DRAFTS, self._drafted + 1)
+            self._measured = passes, seconds
         return found
 
     def _nothing(self, request: Request, slot: int) -> None:
         """Note that passes brought nothing; who was not ready yet says nothing of the drafts."""
+        self._choice = None
         if request in self._ready:
             super()._nothing(request, slot)
 
     def probe(self, running: Sequence[Request]) -> None:
-        """Do nothing: a draft that nobody verifies would take the device's time."""
+        """Note what was measured, now that the device does not wait. Drafts that nobody verifies would take its time."""
+        if self._measured is not None:
+            if self._drafted:
+                self._drafting.note(*self._measured)
+            self._drafted = min(SHORT_DRAFTS, self._drafted + 1)
+            self._measured = None
