@@ -3,8 +3,8 @@
     python benchmarks/coded_products.py --output coded_products.json
     python benchmarks/coded_products.py --rows 64,128 --forms int4
 
-From 17 rows on every cut is timed (of more than 256 those of large tiles), and all must have the same bits; what would
-be chosen is marked with a star.
+From 17 rows on every cut is timed (of more than 256 those of large tiles and no cluster), and all must have the same
+bits; what would be chosen is marked with a star.
 Each form at some rows is a process of its own that has a deadline: a kernel that hangs costs no more than that.
 """
 
@@ -89,7 +89,7 @@ def time_codes(form: Form, rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
             chosen = cuda.chosen(count, channels // cuda.STRIP, inner // cuda.STEP, form, processors)
             cuts = [chosen] if count < 17 else [
                 cut for cut in cuda.many_cuts(count, inner // cuda.STEP, form)
-                if count <= 256 or (cut.rows >= 64 and cut.spread == 1)]
+                if count <= 256 or (cut.rows >= 64 and cut.spread == 1) or cut == chosen]
             few = coded_linear(x[:8], tiles[0], form, halves=halves)  # by another kernel
             expected = coded_linear(x, tiles[0], form, halves=halves, cut=cuts[0])
             for cut in cuts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -13,11 +12,9 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.batch import DecodeScratch
-from spillover.kernels.cuda.driver.compiled import CudaError, Module
+from spillover.kernels.cuda.driver.compiled import Module, module_or_none
 from spillover.kernels.triton.attention.ordered_splits import PROGRAMS, TILE_QUERIES, window_piece
 from spillover.kernels.triton.launch import early
-
-log = logging.getLogger("spillover.kernels")
 
 NEW_TOKENS, PROMPTS = (Path(__file__).parent / name for name in ("attention.cu", "attention_prompt.cu"))
 CAPABILITY, WGMMA_CAPABILITY = (8, 9), (9, 0)  # from there on FP8 is converted; the one with wgmma
@@ -125,8 +122,4 @@ def kernels(source: Path, form: Form, device: torch.device) -> Module | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY or (source.name in WITH_WGMMA and capability != WGMMA_CAPABILITY):
         return None
-    try:
-        return Module(source, form.options, device)
-    except CudaError as problem:
-        log.warning("attention goes through Triton's kernels: %s", str(problem).partition("\n")[0])
-        return None
+    return module_or_none(source, form.options, device, "attention goes through Triton's kernels")

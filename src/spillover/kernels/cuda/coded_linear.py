@@ -7,7 +7,6 @@ order for every number of rows.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Iterator
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
@@ -18,10 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.driver.compiled import CudaError, Module
+from spillover.kernels.cuda.driver.compiled import Module, module_or_none
 from spillover.kernels.cuda.driver.tensor_map import CAPABILITY, TYPES, Map, processors, tensor_map
-
-log = logging.getLogger("spillover.kernels")
 
 SOURCE = Path(__file__).parent / "coded_linear.cu"
 STRIP = 16  # channels of a tile
@@ -281,14 +278,14 @@ class ManyCut(NamedTuple):
         return max(1, int(processors * clusters[self.spread]))
 
     def clocks(self, rows: int, strips: int, steps: int, form: Form, processors: int) -> float:
-        """Estimate what a product takes; to be fitted to what a card takes. A step is bound by the tensor cores, by the
-        instructions that make operands and add sums, which overlap in part, or by what is copied: tiles from the
-        device's memory, x from the cache."""
+        """Estimate what a product takes, as fitted to an H200. A step is bound by the tensor cores, by the instructions
+        that make operands and add sums, which overlap in part, or by what is copied: tiles from the device's memory, x
+        from the cache. A warpgroup by itself adds while nothing multiplies."""
         row_tiles, box = -(-rows // self.rows), min(rows, self.rows)
         tiles = row_tiles * -(-strips // self.strips)
         tensor = self.channels * 8 * max(self.rows, 64) / 2
         adds = form.groups * (4 * self.tiles * (2 if form.offsets else 1) + 16)
-        issue = self.channels * (110 if form.bits == 4 else 130) + self.channels * adds
+        issue = self.channels * (110 if form.bits == 4 else 130) + max(self.channels, 1.8) * adds
         copied = self.strips * form.tile_bytes / 18 / min(row_tiles, 2) + box * STEP * 2 / 64
         step = max(tensor, issue, copied) + 0.3 * min(tensor, issue)
         own = min(steps, -(-steps // (CHUNKS * TURN)) * TURN * (CHUNKS // self.spread))
@@ -411,10 +408,7 @@ def kernels(form: Form, dtype: torch.dtype, device: torch.device) -> Module | No
     """Return the kernels for a form; None, and on a CUDA device a line in the log, where there are none."""
     if device.type != "cuda" or torch.version.hip or dtype not in TYPES:
         return None
-    try:
-        if not serves(capability := torch.cuda.get_device_capability(device), dtype):
-            raise CudaError("compute capability {}.{}, not {}.{}".format(*capability, *CAPABILITY))
-        return Module(SOURCE, form.options(dtype), device)
-    except CudaError as problem:
-        log.warning("weights in codes are dequantised for every product: %s", str(problem).partition("\n")[0])
-        return None
+    capability = torch.cuda.get_device_capability(device)
+    wrong = "" if serves(capability, dtype) else "compute capability {}.{}, not {}.{}".format(*capability, *CAPABILITY)
+    return module_or_none(SOURCE, form.options(dtype), device, "weights in codes are dequantised for every product",
+                          wrong)

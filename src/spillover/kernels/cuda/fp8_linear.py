@@ -8,7 +8,6 @@ beside weights in blocks each 128 inputs of a row by theirs. Sums have one order
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Iterable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
@@ -18,10 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.driver.compiled import CudaError, Module, compile_ahead
+from spillover.kernels.cuda.driver.compiled import Module, compile_ahead, module_or_none
 from spillover.kernels.cuda.driver.tensor_map import BYTES, TYPES, Map, capable, processors, sums_options, tensor_map
-
-log = logging.getLogger("spillover.kernels")
 
 FEW_SOURCE, SOURCE, ROUND_SOURCE = (
     Path(__file__).parent / name for name in ("fp8_few.cu", "fp8_linear.cu", "fp8_round.cu"))
@@ -434,15 +431,6 @@ def kernels(cut: FewCut | Cut | Rounding, form: Form, dtype: torch.dtype, device
     """Return the kernels of a cut, None where there are none."""
     if device.type != "cuda" or torch.version.hip or dtype not in TYPES:
         return None
-    try:
-        if not capable(device):
-            raise CudaError("compute capability {}.{}".format(*torch.cuda.get_device_capability(device)))
-        return Module(cut.source, cut.options(form, dtype), device)
-    except CudaError as problem:
-        _warn(str(problem).partition("\n")[0])
-        return None
-
-
-@cache
-def _warn(problem: str) -> None:
-    log.warning("FP8 weights are dequantised for every product: %s", problem)
+    wrong = "" if capable(device) else "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
+    return module_or_none(cut.source, cut.options(form, dtype), device,
+                          "FP8 weights are dequantised for every product", wrong)

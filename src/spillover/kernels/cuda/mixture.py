@@ -7,7 +7,6 @@ products from here, or none. Routing, sorting and the sum over tiles' rows are T
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Mapping
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.driver.compiled import CudaError, Module
+from spillover.kernels.cuda.driver.compiled import Module, module_or_none
 from spillover.kernels.extents import CODE_BLOCK, EXPERT_ROW
 from spillover.kernels.formats.fp8_block import Fp8Block
 from spillover.kernels.formats.gguf_experts import KINDS, GgufExperts
@@ -27,8 +26,6 @@ from spillover.kernels.formats.int_experts import GROUPS, IntExperts
 from spillover.kernels.formats.mxfp4 import Mxfp4
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.triton.launch import early
-
-log = logging.getLogger("spillover.kernels")
 
 SOURCE = Path(__file__).parent / "mixture.cu"
 ALIGNED = 32  # hidden and inner sizes are multiples of it
@@ -115,13 +112,10 @@ def kernels(form: str, device: torch.device) -> Module | None:
     """Return the kernels for a format; None, and on a CUDA device a line in the log, where there are none."""
     if device.type != "cuda":
         return None
-    try:
-        if (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
-            raise CudaError("compute capability {}.{}, and others need {}.{}".format(*capability, *CAPABILITY))
-        return Module(SOURCE, (f"-DFORMAT={form}",), device)
-    except CudaError as problem:
-        log.warning("mixtures go through Triton's kernels: %s", str(problem).partition("\n")[0])
-        return None
+    wrong = ""
+    if (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
+        wrong = "compute capability {}.{}, and others need {}.{}".format(*capability, *CAPABILITY)
+    return module_or_none(SOURCE, (f"-DFORMAT={form}",), device, "mixtures go through Triton's kernels", wrong)
 
 
 def pair_products(

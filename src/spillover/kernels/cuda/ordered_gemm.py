@@ -6,7 +6,6 @@ They have the bits of triton/ordered_linear.py, which serves wherever these do n
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Iterable
 from ctypes import c_int, c_void_p
 from functools import cache
@@ -16,11 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.driver.compiled import CudaError, Module, compile_ahead
+from spillover.kernels.cuda.driver.compiled import Module, compile_ahead, module_or_none
 from spillover.kernels.cuda.driver.tensor_map import TYPES, Map, capable, processors, sums_options, tensor_map
 from spillover.kernels.extents import product_chunks
-
-log = logging.getLogger("spillover.kernels")
 
 SOURCE = Path(__file__).parent / "ordered_gemm.cu"
 STEP = 64  # of the inner dimension
@@ -203,13 +200,4 @@ def kernel(cut: Cut, chunks: int, dtype: torch.dtype, bias: bool, device: torch.
     """Return the kernel that cuts products so, None where there is none."""
     if not capable(device):
         return None
-    try:
-        return Module(SOURCE, cut.options(chunks, dtype, bias), device)
-    except CudaError as problem:
-        _warn(str(problem).partition("\n")[0])
-        return None
-
-
-@cache
-def _warn(problem: str) -> None:
-    log.warning("products go through Triton's kernels: %s", problem)
+    return module_or_none(SOURCE, cut.options(chunks, dtype, bias), device, "products go through Triton's kernels")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from spillover.kernels.native.build import cache_folder
+
+log = logging.getLogger("spillover.kernels")
 
 _CLUSTER, _BEGIN_EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_SHARED, _SHARED_SHARE = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -94,6 +98,24 @@ class Module:
             text = c_char_p()
             self._driver.cuGetErrorString(code, byref(text))
             raise CudaError(f"{what}: {(text.value or str(code).encode()).decode()}")
+
+
+def module_or_none(source: Path, options: tuple[str, ...], device: torch.device, instead: str,
+                   wrong: str = "") -> Module | None:
+    """Return the module; None, and once a line in the log of what happens `instead`, where that is not possible.
+    `wrong`: why a device is not tried."""
+    try:
+        if wrong:
+            raise CudaError(wrong)
+        return Module(source, options, device)
+    except CudaError as problem:
+        _warn(instead, str(problem).partition("\n")[0])
+        return None
+
+
+@cache
+def _warn(instead: str, problem: str) -> None:
+    log.warning("%s: %s", instead, problem)
 
 
 def architecture(device: torch.device) -> tuple[str, ...]:
