@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
-import shlex
 import sys
 import time
 from collections import Counter
@@ -202,12 +201,10 @@ def main() -> int:
                 outcomes[-1].problems.append("the server's log has a traceback")
     print("\n" + table(outcomes))
     if options.output_json:
-        from spillover.bench.provenance import provenance
-        from spillover.plan.hardware import probe
+        from made_by import made_by
 
         rows = [dataclasses.asdict(outcome) | {"passed": outcome.passed} for outcome in outcomes]
-        made = provenance(dataclasses.asdict(probe())) | {"command": shlex.join(["python", *sys.argv])}
-        options.output_json.write_text(json.dumps(made | {"attacks": rows}, indent=1) + "\n")
+        options.output_json.write_text(json.dumps(made_by() | {"attacks": rows}, indent=1) + "\n")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 

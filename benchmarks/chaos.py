@@ -19,7 +19,6 @@ import asyncio
 import dataclasses
 import json
 import random
-import shlex
 import shutil
 import signal
 import sys
@@ -283,11 +282,9 @@ def report(options: argparse.Namespace, counts: Counts, faults: Faults, leaks: L
         print(f"PROBLEM {problem}", file=sys.stderr)
     print(f"{len(counts.problems)} problems")
     if options.output_json is not None:
-        from spillover.bench.provenance import provenance
-        from spillover.plan.hardware import probe
+        from made_by import made_by
 
-        made = provenance(dataclasses.asdict(probe())) | {"command": shlex.join(["python", *sys.argv])}
-        options.output_json.write_text(json.dumps(made | result, indent=2) + "\n")
+        options.output_json.write_text(json.dumps(made_by() | result, indent=2) + "\n")
     return 1 if counts.problems else 0
 
 

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -90,12 +89,10 @@ def main() -> None:
     print(f"A chunk made as vLLM makes one, a pydantic model dumped to JSON, takes {pydantic_us:.1f} us of CPU time in "
           f"this Python before anything is sent; front CPU s/1k above is ms a token for all that the front does.")
     if options.output_json is not None:
-        from spillover.bench.provenance import provenance
-        from spillover.plan.hardware import probe
+        from made_by import made_by
 
         result = {"null_model": True, "pydantic_chunk_us": pydantic_us,
-                  "results": [row.as_dict() for row in rows], **provenance(asdict(probe()))}
-        result["command"] = shlex.join(["python", *sys.argv])
+                  "results": [row.as_dict() for row in rows], **made_by()}
         options.output_json.write_text(json.dumps(result, indent=2) + "\n")
 
 

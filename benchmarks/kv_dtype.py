@@ -10,22 +10,18 @@ With --spill the contexts run first and leave the device; what of them is then r
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from made_by import made_by
 
 from spillover import LLM, SamplingParams
-from spillover.bench.provenance import provenance
 from spillover.engine.requests.request import Request, Status
 from spillover.eval.tasks.base import DataFile
 from spillover.eval.tasks.choices import Question, choose, encode, read_hellaswag
-from spillover.plan.hardware import probe
 
 KINDS = ("auto", "fp8", "int8")
 SPILL_POOL = 64  # blocks: some ten contexts
@@ -119,8 +115,7 @@ def main() -> None:
               f"tokens {row['sources']}, {row['seconds']:.0f} s", flush=True)
         if options.spill and row["sources"]["host"] == 0:
             raise SystemExit("nothing came back from host memory: the pool is too large for this many tasks")
-    result = {"tasks": len(tasks), "kv": rows, **provenance(dataclasses.asdict(probe())),
-              "command": shlex.join(["python", *sys.argv])}
+    result = {"tasks": len(tasks), "kv": rows, **made_by()}
     if options.output_json is not None:
         options.output_json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -13,9 +13,7 @@ import argparse
 import dataclasses
 import json
 import random
-import shlex
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,15 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from made_by import made_by
 
-from spillover.bench.provenance import provenance
 from spillover.kernels.huge_pages import address_of
 from spillover.kernels.kv_quant import KVCodec
 from spillover.memory.transfer.cuda_driver import CudaPinner, cuda_driver
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.host_pool import HostPool
 from spillover.memory.transfer.link_cuda import CudaLink
-from spillover.plan.hardware import probe
 
 SLAB = 64 << 20
 
@@ -76,7 +73,7 @@ def main() -> None:
         rows += narrow_copies(kind, total, options.repeats)
     result = {
         "large_copy": limit, "launch": stall, "blocks": rows, "batched_calls": cuda_driver().batches,
-        **provenance(dataclasses.asdict(probe())), "command": shlex.join(["python", *sys.argv]),
+        **made_by(),
     }
     if options.output_json is not None:
         options.output_json.write_text(json.dumps(result, indent=2) + "\n")

@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import random
-import shlex
 import sys
 import tempfile
 import threading
@@ -27,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from made_by import made_by
 
 from spillover import LLM, SamplingParams
-from spillover.bench.provenance import provenance
 from spillover.engine.batch.request_table import RequestTable
 from spillover.engine.loop import Engine
 from spillover.engine.null_runner import NullRunner, NullStep
@@ -47,7 +46,6 @@ from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.memory.transfer.link_cpu import CpuLink
 from spillover.models.config import parse_config
-from spillover.plan.hardware import probe
 from spillover.server.engine.wire import Sequence as WireSequence
 from spillover.server.engine.wire import decode_to_engine, encode_add
 
@@ -194,8 +192,7 @@ def main() -> None:
                       flush=True)
     if options.output_json is not None:
         result = {"results": [asdict(row) | {"us_per_block": row.us_per_block} for row in rows],
-                  **provenance(asdict(probe()))}
-        result["command"] = shlex.join(["python", *sys.argv])
+                  **made_by()}
         options.output_json.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -11,9 +11,7 @@ their order, could have found in an endless cache. With --http the model is in a
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -29,12 +27,11 @@ import json_by_fields
 import multi_turn
 import tree_of_thought
 from calls import Calls
+from made_by import made_by
 from server_process import ServerProcess
 
 from spillover import LLM
-from spillover.bench.provenance import provenance
 from spillover.bench.serving.served_model import JsonServer
-from spillover.plan.hardware import probe
 from spillover.programs import TokenCounts, backend_of
 from spillover.programs.recording import RecordingBackend, findable
 
@@ -129,8 +126,7 @@ def main() -> None:
             short |= found["program"]["of_oracle"] is not None and found["program"]["of_oracle"] < LEAST_SHARE
             results[name] = found
             if given.json is not None:  # after each, as a run may be cut off
-                made = provenance(dataclasses.asdict(probe())) | {"command": shlex.join(["python", *sys.argv])}
-                given.json.write_text(json.dumps({"provenance": made, "results": results}, indent=1) + "\n")
+                given.json.write_text(json.dumps({"provenance": made_by(), "results": results}, indent=1) + "\n")
     if short:
         sys.exit(f"a program found less than {LEAST_SHARE:.0%} of what its own requests could have found")
 

@@ -13,19 +13,16 @@ first on. HellaSwag is `spill eval`'s, in process. Rows of results.json that thi
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import shlex
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from made_by import made_by
 from torch import Tensor
 
 from spillover import LLM
-from spillover.bench.provenance import provenance
 from spillover.eval.in_process import EngineTarget
 from spillover.eval.results import Results
 from spillover.eval.run import run, summary
@@ -41,7 +38,6 @@ from spillover.models.registry import read_architecture
 from spillover.models.tokenizer import load_tokenizer
 from spillover.models.weight_specs import kept_on
 from spillover.models.weights import ResidentWeights
-from spillover.plan.hardware import probe
 from spillover.units import format_bytes
 
 UNQUANTISED = "unquantised"
@@ -147,8 +143,7 @@ def main() -> None:
     others = ({path.name: path for path in map(resolve, given.others)} if given.others else
               make(source, given.folder, given.text, given.calibration_tokens))
     settings = {"model": source.name, "tokens": tokens.numel(), "tasks": given.tasks if given.hellaswag else None,
-                "calibration_tokens": given.calibration_tokens, **provenance(dataclasses.asdict(probe())),
-                "command": shlex.join(["python", *sys.argv])}
+                "calibration_tokens": given.calibration_tokens, **made_by()}
     paths = {UNQUANTISED: source, **others}
     wanted = log_probabilities(source, tokens)
     rows: list[dict[str, Any]] = []

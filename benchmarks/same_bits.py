@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+from made_by import made_by
 
 from spillover import LLM, SamplingParams
-from spillover.bench.provenance import provenance
-from spillover.plan.hardware import probe
 from spillover.units import format_bytes
 
 SUBJECTS = ("a heap", "the tides", "a fugue", "inflation", "the liver", "a compiler", "the Silk Road", "yeast",
@@ -98,8 +95,7 @@ class Comparison:
         """Write what there is, after every schedule: a run that is cut short leaves it."""
         if self.output is not None:
             self.output.write_text(json.dumps({
-                **provenance(asdict(probe())), "command": shlex.join(["python", *sys.argv]),
-                "model": self.flags["model"] or "SmolLM2-135M-Instruct", "flags": self.flags,
+                **made_by(), "model": self.flags["model"] or "SmolLM2-135M-Instruct", "flags": self.flags,
                 "requests": len(self.chats), "tokens": self.params.max_tokens, "schedules": self.rows},
                 indent=2) + "\n")
 

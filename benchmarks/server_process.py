@@ -11,8 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from spillover.bench.serving.server_facts import exchange
 from spillover.lab.engines.spillover import spill
 
 HOST = "127.0.0.1"
@@ -100,13 +99,7 @@ class ServerProcess:
 
     def status(self, path: str = "/health", timeout: float = 5) -> int:
         """The HTTP status of a GET; 0 where nobody answers."""
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return int(error.code)
-        except OSError:
-            return 0
+        return exchange(self.url + path, seconds=timeout)[0]
 
     def wait_until_healthy(self, seconds: float) -> float:
         """Seconds it took."""

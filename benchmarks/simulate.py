@@ -16,26 +16,22 @@ import itertools
 import json
 import math
 import random
-import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from made_by import made_by
 from router import BLOCK, Answered, Request, added, arrivals, play, reset, small_completion
 from server_process import ServerProcess, free_port
 
-from spillover.bench.provenance import provenance
 from spillover.cluster.simulate.arrivals import Arrival, BlockNames
 from spillover.cluster.simulate.batching import ReplicaSettings
 from spillover.cluster.simulate.calibration import FORMAT, WITHIN, errors
 from spillover.cluster.simulate.costs import given
 from spillover.cluster.simulate.report import summary
 from spillover.cluster.simulate.run import FleetSettings, simulate
-from spillover.plan.hardware import probe
 
 MEASURED = ("ttft_mean", "ttft_p50", "ttft_p95", "itl_mean", "itl_p95", "requests_per_second", "hit_rate")
 SETTINGS = ((1, "predicted"), (2, "predicted"), (2, "round-robin"))
@@ -144,7 +140,7 @@ async def main() -> None:
           f"{'yes' if worst <= WITHIN else 'NO'}")
     if arguments.output_json is not None:
         result |= {"arguments": {name: value for name, value in vars(arguments).items() if name != "output_json"},
-                   **provenance(asdict(probe())), "command": shlex.join(["python", *sys.argv])}
+                   **made_by()}
         if arguments.append and arguments.output_json.exists():
             before = json.loads(arguments.output_json.read_text())
             result["points"] = before.pop("points") + points

@@ -14,14 +14,12 @@ import argparse
 import asyncio
 import json
 import random
-import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -235,12 +233,10 @@ def main() -> None:
     by_tasks, task_seconds = asyncio.run(in_tasks())
     print(f"{task_seconds:.1f} s, {dict(by_tasks)}")
     if options.output_json is not None:
-        from spillover.bench.provenance import provenance
-        from spillover.plan.hardware import probe
+        from made_by import made_by
 
         options.output_json.write_text(json.dumps({
-            **provenance(asdict(probe())), "command": shlex.join(["python", *sys.argv]),
-            "model": options.model or "SmolLM2-135M-Instruct", "load_format": options.load_format,
+            **made_by(), "model": options.model or "SmolLM2-135M-Instruct", "load_format": options.load_format,
             "threads": options.threads, "seed": options.seed,
             "LLM": {"requests": by_threads.total(), "seconds": round(thread_seconds, 1), "ended": dict(by_threads),
                     "preemptions": preemptions, "told_of_the_close": closed, "wrong": 0, "left_open": 0},

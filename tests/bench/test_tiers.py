@@ -200,7 +200,7 @@ def test_traffic_is_shown_by_way_beside_its_link() -> None:
     assert moved.directions() == [("in", 4_000_000, 2e6, 4e6), ("out", 3_000_000, 3e6, None)]
     assert moved.plus(moved).bytes_in == 8_000_000
     assert moved.as_dict()["in"]["percent_of_link"] == pytest.approx(50)
-    text = shown(traffic_table({"host+disk": [moved]}, "title"))
+    text = shown(traffic_table({"host+disk": [moved]}))
     to, back = [line for line in text.splitlines() if "disk" in line]
     assert ("to disk" in to, "50%" in to, "2.0 MB/s" in to) == (True, True, True)
     assert ("from disk" in back, "3.0 MB/s" in back) == (True, True)

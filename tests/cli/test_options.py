@@ -86,7 +86,7 @@ def test_a_flag_of_vllms_server_gets_what_to_use_instead(group: click.Group) -> 
     assert result.exit_code == 2
     assert result.stderr == ("spill: vLLM's --pipeline-parallel-size is not supported here: layers are not divided "
                              "among devices; use --tensor-parallel-size, which divides every layer\n")
-    options = {name for param in group.commands["one"].params for name in param.opts}
+    options = {name for param in group.commands["one"].params for name in param.opts} | {"--replicas"}
     for name in vllm_flags._KNOWN:  # none is a flag here, and what is said names flags that are
         assert name not in EngineConfig.__dataclass_fields__
         instead = vllm_flags.instead_of("--" + name.replace("_", "-")) or ""

@@ -80,12 +80,12 @@ def test_tokens_are_conserved_and_limits_kept(seed: int, fleet: FleetSettings) -
             assert 0 < outcome.first_token[place] <= outcome.finished[place] - arrival.at + 1e-9
     # Whatever was not found is computed, and all tokens of answers but the last; more only if somebody was preempted.
     found = outcome.device_tokens + outcome.host_tokens
-    computed = outcome.prompt_tokens - found + outcome.output_tokens - len(fits)
-    assert outcome.computed_tokens == sum(item.count for _, step in steps for item in step.items)
+    least = outcome.prompt_tokens - found + outcome.output_tokens - len(fits)
+    computed = sum(item.count for _, step in steps for item in step.items)
     if outcome.preemptions:
-        assert outcome.computed_tokens >= computed - found
+        assert computed >= least - found
     else:
-        assert outcome.computed_tokens == computed
+        assert computed == least
 
 
 @given(seed=st.integers(0, 10**6), policy=st.sampled_from(sorted(POLICIES)))

@@ -161,8 +161,21 @@ def test_flags_of_a_run_reach_every_arm_and_label_it() -> None:
     assert {arm.label for arm in made.arms} == {"random weights"}
 
 
-def test_random_weights_have_a_text_for_every_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPILLOVER_CACHE", str(tmp_path))
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache that the tests of this file share: a large tokenizer is written once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPILLOVER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(SpilloverError, match=r"cannot be written .* point SPILLOVER_CACHE"):
+        random_tokenizer("llama-3.1-8b")
+
+
+def test_random_weights_have_a_text_for_words_of_the_vocabulary(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPILLOVER_CACHE", str(kept))
     folder = random_tokenizer("llama-3.1-8b")
     written = (folder / "tokenizer.json").stat().st_mtime_ns
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -177,9 +190,10 @@ def test_random_weights_have_a_text_for_every_token(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("week", [week for week in ALL if week.gpus == 1], ids=lambda week: str(week.number))
-def test_with_random_weights_a_week_for_gpus_needs_nothing_but_the_package(week: Week, tmp_path: Path,
+def test_with_random_weights_a_week_for_gpus_needs_nothing_but_the_package(week: Week, tmp_path: Path, kept: Path,
                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # no data lies here
+    monkeypatch.setenv("SPILLOVER_CACHE", str(kept))
     flags = {"load-format": "dummy", "gpu-memory": "20GB"}
     for made in experiments(week, "gpu", flags=flags, prompts=6).values():
         assert made.restart == "never"

@@ -492,5 +492,5 @@ def test_units_are_counted_as_they_will_lie(kind: str, packed: bool) -> None:
         assert Record.of(common).nbytes == units.records[part]
         assert sum(int(weight.nbytes) for weight in common.values()) == units.parts[part]
         if experts:
-            assert Record.of(one_expert_of(experts, 0)).nbytes == units.record_bytes
+            assert Record.of(one_expert_of(experts)).nbytes == units.record_bytes
             assert sum(int(weight.nbytes) for weight in experts.values()) == units.stacks[_layer(part)]

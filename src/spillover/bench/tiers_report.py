@@ -57,9 +57,9 @@ def multi_turn_table(results: Sequence[MultiTurnResult], title: str) -> Table:
     return table
 
 
-def traffic_table(traffic: Mapping[str, Sequence[TierTraffic]], title: str) -> Table:
+def traffic_table(traffic: Mapping[str, Sequence[TierTraffic]]) -> Table:
     """Return the table of bytes moved between tiers. `traffic`: by arm."""
-    table = make_table(title, "tiers", "way", "moved", "while moving", "link", "of link", "failures")
+    table = make_table("Moved meanwhile", "tiers", "way", "moved", "while moving", "link", "of link", "failures")
     for arm, tiers in traffic.items():
         for tier in tiers:
             for way, count, rate, link in tier.directions():

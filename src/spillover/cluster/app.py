@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import spillover
 from spillover.cluster.fleet import Fleet
@@ -20,7 +20,7 @@ from spillover.cluster.proxy import ROUTED, Proxy, Route
 from spillover.cluster.replica import Replica
 from spillover.cluster.settings import RouterSettings
 from spillover.cluster.watch import Watcher, clock
-from spillover.server.access import BodyLimit
+from spillover.server.access import BodyLimit, Sent
 from spillover.server.api.errors import ApiError, LastResort, error_response
 from spillover.server.auth import ApiKeys, KeyRing
 from spillover.server.origin import SameSite
@@ -138,25 +138,17 @@ class AccessLog:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
         scope["request_id"] = request_id
-        start, status = time.monotonic(), 499  # nothing was sent: the client had gone
-
-        async def named(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            await send(message)
-
+        start, sent = time.monotonic(), Sent(send, lambda: [(b"x-request-id", request_id.encode())])
         try:
-            await self._app(scope, receive, named)
+            await self._app(scope, receive, sent)
         finally:
             route: Route = scope.get("spillover.route") or Route()
             if scope["path"] in ROUTED:
-                self._metrics.requests.labels(route.replica, str(status)).inc()
+                self._metrics.requests.labels(route.replica, str(sent.status)).inc()
             if self._logs and not scope["path"].startswith(_QUIET):
                 fields = {"method": scope["method"], "path": scope["path"][:128].encode("unicode_escape").decode(),
-                          "status": status, "milliseconds": round((time.monotonic() - start) * 1e3), "id": request_id,
-                          "replica": route.replica, "attempts": route.attempts}
+                          "status": sent.status, "milliseconds": round((time.monotonic() - start) * 1e3),
+                          "id": request_id, "replica": route.replica, "attempts": route.attempts}
                 log.info("%s", "{method} {path} {status} {milliseconds} ms id={id} replica={replica} "
                                "attempts={attempts}".format_map(fields), extra={"fields": fields})
 

@@ -7,11 +7,7 @@ import gc
 import logging
 import math
 import socket
-import sys
 from collections.abc import Callable, Sequence
-
-import uvicorn
-import uvloop
 
 from spillover.cluster.app import RouterApp, make_app
 from spillover.cluster.fleet import Fleet
@@ -25,12 +21,9 @@ from spillover.cluster.upstream import Upstream
 from spillover.cluster.watch import Spaces, Watcher, clock
 from spillover.server.connection import Connections
 from spillover.server.notify import notify
-from spillover.server.serve import HttpServer, StopSignal
+from spillover.server.serve import LAST_BYTES_SECONDS, HttpServer, StopSignal, run_loop
 
 log = logging.getLogger("spillover.router")
-
-_SWITCH_SECONDS = 0.001  # a thread that reads a body gives the interpreter up this soon
-_LAST_BYTES_SECONDS = 5
 
 
 class Router:
@@ -62,11 +55,8 @@ class Router:
         settings = self.settings
         connections = Connections(settings.max_connections, settings.client_timeout,
                                   lambda reason: self.metrics.refused.labels(reason).inc())
-        server = HttpServer(uvicorn.Config(
-            self.app, http=connections.protocol(), ws="none", lifespan="off", access_log=False, log_config=None,
-            server_header=False, timeout_keep_alive=65, ssl_certfile=settings.ssl_certfile,
-            ssl_keyfile=settings.ssl_keyfile,
-            timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + _LAST_BYTES_SECONDS))
+        server = HttpServer(self.app, connections, settings.ssl_certfile, settings.ssl_keyfile,
+                            math.ceil(settings.drain_seconds) + LAST_BYTES_SECONDS)
         stop = StopSignal()
         http = asyncio.ensure_future(server.serve(sockets=[listening]))
         asked = asyncio.ensure_future(stop.asked.wait())
@@ -122,15 +112,13 @@ class Router:
             server.force_exit = True
             for watcher in self.watchers:
                 watcher.upstream.close()
-        await asyncio.wait((http,), timeout=_LAST_BYTES_SECONDS)
+        await asyncio.wait((http,), timeout=LAST_BYTES_SECONDS)
 
 
 def serve_router(settings: RouterSettings, upstreams: Sequence[tuple[str, Upstream]], listening: socket.socket, *,
                  on_ready: Callable[[], None], replicas: OwnedReplicas | None = None) -> None:
     """Serve until a signal ends it. SpilloverError if the replicas cannot start."""
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_main(settings, upstreams, listening, on_ready, replicas))
+    run_loop(_main(settings, upstreams, listening, on_ready, replicas))
 
 
 async def _main(settings: RouterSettings, upstreams: Sequence[tuple[str, Upstream]], listening: socket.socket,

@@ -1,4 +1,5 @@
-"""A tokenizer for random weights, in which every token that a model may choose is a text of its own.
+"""A tokenizer for random weights, in which nearly every token that a model may choose is a text of its own: all but
+special ones and bytes that are parts of characters.
 
 Random weights choose any token. One that has no text would reach a client only with the next that has: times of tokens
 would be those of some of them.
@@ -6,15 +7,16 @@ would be those of some of them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 from spillover.cache import cache_root
 from spillover.course.week import course_folder
+from spillover.errors import SpilloverError
 from spillover.lab.engines.shapes import shapes
 
 BASE = course_folder() / "week14" / "tokenizer"  # letters, pairs of them, and bytes
@@ -24,22 +26,28 @@ def random_tokenizer(shape: str) -> Path:
     """Return the folder of a tokenizer as large as the vocabulary of a shape (`shapes()` of the lab); it is written
     once."""
     size = json.loads((shapes()[shape] / "config.json").read_text())["vocab_size"]
-    folder = cache_root() / "tokenizers" / f"random-{size}"
+    files = {"tokenizer_config.json": (BASE / "tokenizer_config.json").read_text(), "tokenizer.json": _extended(size)}
+    digest = hashlib.blake2b("\0".join(files.values()).encode(), digest_size=6).hexdigest()
+    folder = cache_root() / "tokenizers" / f"random-{size}-{digest}"
     if not (folder / "tokenizer.json").is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(BASE / "tokenizer_config.json", folder)
-        with tempfile.TemporaryDirectory(dir=folder) as made:  # who finds tokenizer.json finds all of it
-            whole = Path(made) / "tokenizer.json"
-            whole.write_text(json.dumps(_extended(size)))
-            os.replace(whole, folder / whole.name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as made:
+                for name, text in files.items():  # tokenizer.json last: who finds it finds both, and each whole
+                    (Path(made) / name).write_text(text)
+                    os.replace(Path(made) / name, folder / name)
+        except OSError as error:
+            raise SpilloverError(f"{folder} cannot be written ({error}); point SPILLOVER_CACHE at a folder that can "
+                                 "be") from error
     return folder
 
 
-def _extended(size: int) -> dict[str, Any]:
+@cache
+def _extended(size: int) -> str:
     """Return the small tokenizer with a number for each further token. A word that is a token is never split, so that
     text which a model wrote has as many tokens when it comes back."""
-    document: dict[str, Any] = json.loads((BASE / "tokenizer.json").read_text())
+    document = json.loads((BASE / "tokenizer.json").read_text())
     vocabulary = document["model"]["vocab"]
     vocabulary |= {f"Ġ{token}": token for token in range(len(vocabulary), size)}
     document["model"]["ignore_merges"] = True
-    return document
+    return json.dumps(document)

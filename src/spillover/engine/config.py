@@ -291,7 +291,7 @@ class EngineConfig:
         if speculation is None:
             if not self.speculative_adaptive:
                 raise SpilloverError("--no-speculative-adaptive needs something to speculate with: give "
-                                     "--speculative-method ngram or suffix")
+                                     f"--speculative-method, one of {', '.join(METHODS)}")
             return
         if speculation.model is not None and self.load_format == "null":
             raise SpilloverError("--load-format null has no model, and so nothing that a draft model or a head could "

@@ -77,7 +77,7 @@ class ModelRunner(StepRunner, Protocol):
     def in_order(self, change: Callable[[], Changed]) -> Changed: ...  # after the steps launched, before those to come
 
 
-HAND_ON_SECONDS = 0.002  # between looks at copies while a step with part of a prompt runs
+HAND_ON_SECONDS = 0.002  # between looks at copies while a prefill step runs
 FLUSH_SECONDS = 10.0  # at the end, for writing stored blocks to the tiers that outlive the process
 
 

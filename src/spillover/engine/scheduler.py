@@ -95,7 +95,7 @@ class Scheduler:
 
     def poll_transfers(self, step: Step) -> None:
         """Look after the cache's copies while this step, just launched, is computed. Beside one that only decodes there
-        is time; one with part of a prompt has kept the host busy launching it, and there is none to lose."""
+        is time; one with prefill has kept the host busy launching it, and there is none to lose."""
         self.connector.poll(hurried=step.has_prefill)
         self.speculator.probe(self.running)
         self._give_back()

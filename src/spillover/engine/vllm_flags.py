@@ -10,7 +10,7 @@ from typing import Any
 from spillover.errors import SpilloverError
 
 _STAGES = "layers are not divided among devices; use tensor_parallel_size, which divides every layer"
-_REPLICAS = "an engine is one replica; start a server for each"
+_REPLICAS = "an engine is one replica; `spill serve --replicas N` starts N of them and routes to them"
 _BY_RANKS = "ranks are processes of this machine, and find each other; leave it out"
 _ADAPTERS = "LoRA adapters are not supported yet; leave it out, or give a model with the adapter merged"
 _TEXT = "models of text alone are supported; leave it out"
@@ -29,11 +29,12 @@ _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "data_parallel_size": ((1,), _REPLICAS),
     "distributed_executor_backend": (("uni", "mp"), _BY_RANKS),
     "disable_custom_all_reduce": ((False, True), _BY_RANKS),
-    "gpu_memory_utilization": ((), "the budget is in bytes: use gpu_memory='20GB'"),
+    "gpu_memory_utilization": ((), "the budget is a size or a share of the device: use gpu_memory='20GB' or "
+                                   "gpu_memory='90%'"),
     "kv_cache_memory_bytes": ((), "one budget holds weights and KV: use gpu_memory='20GB', or num_gpu_blocks_override"),
     "swap_space": ((0,), "KV that leaves the device goes to host memory: use host_memory='8GB'"),
-    "kv_transfer_config": ((), "KV tiers are flags of their own: use host_memory='8GB', disk='/path:100GB' or "
-                               "remote='redis://host:6379'"),
+    "kv_transfer_config": ((), "KV tiers are flags of their own: use host_memory='8GB', host_pool='auto', which "
+                               "engines share, disk='/path:100GB' or remote='redis://host:6379'"),
     "scheduling_policy": (("fcfs",), "use schedule_policy='priority'"),
     "trust_remote_code": ((False,), _NO_CODE),
     "revision": (("main",), _FOLDER),

@@ -14,6 +14,11 @@ CHUNK = 1 << 22  # numbers that are dequantised at a time
 FLOATING = "floating"  # the type of a checkpoint tensor that may hold any floating type of two bytes or more
 
 
+def aligned(nbytes: int) -> int:
+    """Return the bytes rounded up to whole ALIGNMENTs."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class Field:
     """One tensor: of a weight as it is kept, or of a checkpoint."""

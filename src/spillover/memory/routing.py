@@ -99,5 +99,4 @@ def distinct(trace: Trace) -> Sequence[Sequence[Sequence[int]]]:
 
 
 def _difference(after: CacheCounts, before: CacheCounts) -> CacheCounts:
-    return CacheCounts(after.hits - before.hits, after.misses - before.misses, after.prefetched - before.prefetched,
-                       after.evictions - before.evictions)
+    return CacheCounts(**{name: value - getattr(before, name) for name, value in vars(after).items()})

@@ -170,12 +170,12 @@ def section(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def token_ids(value: object, key: str) -> tuple[int, ...]:
+def token_ids(value: object, key: str, file: object = "config.json") -> tuple[int, ...]:
     """Return one id, a list of them, or none."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     for index in ids:
         if type(index) is not int or not 0 <= index <= MOST:
-            raise CheckpointError(f"config.json: '{key}' has {shown(index)}, which is not a token id")
+            raise CheckpointError(f"{file}: '{key}' has {shown(index)}, which is not a token id")
     return ids
 
 

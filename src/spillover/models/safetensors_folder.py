@@ -7,12 +7,13 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from spillover.errors import CheckpointError, shown
-from spillover.models.config import METHODS, MOST, named
+from spillover.models.checkpoint import Checkpoint
+from spillover.models.config import METHODS, MOST, named, token_ids
 from spillover.units import format_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class _Entry:
     shape: tuple[int, ...]
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = read_config(path)
@@ -78,12 +79,6 @@ class SafetensorsCheckpoint:
 
     def close(self) -> None:
         """Do nothing: no file is held open between reads."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _entry(self, name: str) -> _Entry:
         try:
@@ -133,11 +128,7 @@ def _check_quantization(quantization: object, file: Path) -> None:
 
 def eos_ids(value: object, file: Path) -> list[int]:
     """Return one id or a list of them, as files have it."""
-    ids = value if isinstance(value, list) else [value]
-    for index in ids:
-        if type(index) is not int or not 0 <= index <= MOST:
-            raise CheckpointError(f"{file}: 'eos_token_id' has {shown(index)}, which is not a token id")
-    return list(ids)
+    return list(token_ids(value, "eos_token_id", file))
 
 
 def read_json(file: Path) -> dict[str, Any]:

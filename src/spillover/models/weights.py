@@ -75,6 +75,6 @@ def split_experts(weights: Mapping[str, Weight]) -> tuple[dict[str, Weight], dic
     return {name: weight for name, weight in weights.items() if name not in experts}, experts
 
 
-def one_expert_of(stacks: Mapping[str, Weight], index: int) -> dict[str, Weight]:
+def one_expert_of(stacks: Mapping[str, Weight]) -> dict[str, Weight]:
     """Return the stacks cut down to one expert, still stacks."""
-    return {name: mapped(weight, lambda tensor: tensor[index : index + 1]) for name, weight in stacks.items()}
+    return {name: mapped(weight, lambda tensor: tensor[:1]) for name, weight in stacks.items()}

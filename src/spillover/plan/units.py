@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spillover.kernels.fields import ALIGNMENT
+from spillover.kernels.fields import aligned
 from spillover.models.config import ModelConfig
 from spillover.models.weight_specs import WeightSpecs, is_expert, part_nbytes
 
@@ -49,10 +49,10 @@ def weight_units(config: ModelConfig, specs: WeightSpecs, dtype: str, substitute
     for part, listed in specs.items():
         common = [field.nbytes for spec in listed if not is_expert(spec.name) for field in spec.fields(dtype)]
         experts = [field.nbytes for spec in listed if is_expert(spec.name) for field in spec.fields(dtype)]
-        parts[part], records[part] = sum(common), sum(map(_aligned, common))
+        parts[part], records[part] = sum(common), sum(map(aligned, common))
         if experts:
             stacks[part_layer(part)] = sum(experts)
-            expert = max(expert, sum(_aligned(count // config.num_experts) for count in experts))
+            expert = max(expert, sum(aligned(count // config.num_experts) for count in experts))
     return Units(parts, records, stacks, expert, config.num_experts if stacks else 0,
                  config.experts_per_token if stacks else 0, config.tie_embeddings,
                  {part: part_nbytes(listed, dtype) for part, listed in (substitutes or {}).items()})
@@ -61,7 +61,3 @@ def weight_units(config: ModelConfig, specs: WeightSpecs, dtype: str, substitute
 def part_layer(part: str) -> int:
     """Return the layer of "layers.3"; -1 of another part."""
     return int(part.removeprefix("layers.")) if part.startswith("layers.") else -1
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT

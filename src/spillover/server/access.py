@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,6 +27,21 @@ _SMALL_BODY = 65_536
 _QUIET = (*PROBES, "/metrics", "/live", "/page/", "/favicon.ico", "/kv/info")
 
 
+class Sent:
+    """A `send` that notes the answer's status, and adds headers to it."""
+
+    def __init__(self, send: Send, headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple) -> None:
+        self.status = 499  # nothing was sent: the client had gone
+        self._send = send
+        self._headers = headers
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), *self._headers()]
+        await self._send(message)
+
+
 class RequestLog:
     """Middleware that gives each request an id and logs one line when it is over, without prompts."""
 
@@ -38,22 +54,15 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         request_id = scope["request_id"] = secrets.token_hex(12)
-        start, status = time.monotonic(), 499  # nothing was sent: the client had gone
-
-        async def named(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-                if self._front.draining:  # the client's next request opens a connection, which finds another server
-                    message["headers"].append((b"connection", b"close"))
-            await send(message)
-
+        # While draining the client's next request opens a connection, which finds another server.
+        sent = Sent(send, lambda: [(b"x-request-id", request_id.encode()),
+                                   *([(b"connection", b"close")] if self._front.draining else ())])
+        start = time.monotonic()
         try:
-            await self._app(scope, receive, named)
+            await self._app(scope, receive, sent)
         finally:
             if self._front.settings.log_requests and not scope["path"].startswith(_QUIET):
-                fields = self._fields(scope, request_id, status, time.monotonic() - start)
+                fields = self._fields(scope, request_id, sent.status, time.monotonic() - start)
                 log.info("%s", _line(fields), extra={"fields": fields})
 
     def _fields(self, scope: Scope, request_id: str, status: int, seconds: float) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from spillover.engine.output.output_processor import Answer
 from spillover.errors import EngineDead
 from spillover.models.literal_text import LiteralText
 from spillover.models.tokenizer import Tokenizer
@@ -21,7 +20,9 @@ from spillover.server.api.errors import ApiError
 from spillover.server.api.requests.sampling import Context
 from spillover.server.engine.async_llm import AsyncLLM
 from spillover.server.settings import ServerSettings
-from spillover.server.telemetry.usage import Usage
+
+if TYPE_CHECKING:
+    from spillover.server.telemetry.recorder import Recorder
 
 Result = TypeVar("Result")
 
@@ -32,18 +33,11 @@ LARGE_BYTES = 65_536  # larger bodies are worked on one at a time
 INLINE_BYTES = 8192  # a larger body is parsed and prepared in a thread: it would hold up every stream
 
 
-class RequestRecorder(Protocol):
-    usage: Usage
-
-    def started(self, answer: Answer, kind: str) -> None: ...
-    def finished(self, answer: Answer, status: str | int) -> None: ...
-
-
 @dataclass
 class Front:
     client: AsyncLLM
     settings: ServerSettings
-    recorder: RequestRecorder
+    recorder: Recorder
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # told to stop: not ready any more, though requests may still be taken
     # Two: one long text must not hold up every other request, and more would take the engine's cores.

@@ -9,10 +9,12 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
@@ -29,16 +31,14 @@ log = logging.getLogger("spillover.server")
 # A thread that parses gives the interpreter up to the event loop this soon, where it can.
 _SWITCH_SECONDS = 0.001
 _LAST_SPANS_SECONDS = 3  # for traces of the last requests to reach their collector
-_LAST_BYTES_SECONDS = 5  # for answers that are complete to reach clients that read slowly
+LAST_BYTES_SECONDS = 5  # for answers that are complete to reach clients that read slowly
 
 
 def serve(config: EngineConfig, settings: ServerSettings, listening: socket.socket, *,
           on_plan: Callable[[Plan], None], on_progress: Callable[[str, int, int], None],
           on_ready: Callable[[AsyncLLM], None]) -> None:
     """Serve until a signal ends it. SpilloverError if the engine cannot start."""
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, settings, listening, on_plan, on_progress, on_ready))
+    run_loop(_serve(config, settings, listening, on_plan, on_progress, on_ready))
 
 
 async def _serve(config: EngineConfig, settings: ServerSettings, listening: socket.socket,
@@ -48,11 +48,7 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
                       on_progress=on_progress)
     app = make_app(client, settings)
     connections = Connections(settings.max_connections, settings.client_timeout, app.state.recorder.count_refusal)
-    server = HttpServer(uvicorn.Config(
-        app, http=connections.protocol(), ws="none", lifespan="off", access_log=False, log_config=None,
-        server_header=False, timeout_keep_alive=65, ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-        timeout_graceful_shutdown=_LAST_BYTES_SECONDS))
+    server = HttpServer(app, connections, settings.ssl_certfile, settings.ssl_keyfile, LAST_BYTES_SECONDS)
     stop = StopSignal()
     if settings.api_key_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, app.state.keys)
@@ -114,6 +110,13 @@ def _reload_keys(keys: KeyRing) -> None:
         log.error("%s; the keys stay as they were", error)
 
 
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run a server's coroutine to its end."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
+
+
 class StopSignal:
     """A handler of SIGINT and SIGTERM: the first asks for an orderly end, the second hurries it."""
 
@@ -130,6 +133,13 @@ class StopSignal:
 
 class HttpServer(uvicorn.Server):
     """A server whose signals are handled here, not by uvicorn, which would end the streams first."""
+
+    def __init__(self, app: ASGIApp, connections: Connections, ssl_certfile: str | None, ssl_keyfile: str | None,
+                 leave_seconds: int) -> None:
+        super().__init__(uvicorn.Config(
+            app, http=connections.protocol(), ws="none", lifespan="off", access_log=False, log_config=None,
+            server_header=False, timeout_keep_alive=65, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile,
+            timeout_graceful_shutdown=leave_seconds))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

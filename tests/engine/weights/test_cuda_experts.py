@@ -82,7 +82,7 @@ class Model:
         made = dummy_weights(built.weight_specs(self.config), torch.float32, torch.device("cpu"),
                              pack=False)
         layers = [split_experts(part)[1] for part in made.parts.values() if "router" in part][: len(quotas)]
-        self.record = Record.of(one_expert_of(layers[0], 0))
+        self.record = Record.of(one_expert_of(layers[0]))
         self.stacks = [expert_stacks(layer) for layer in layers]
         self.runs = []
         for layer in layers:

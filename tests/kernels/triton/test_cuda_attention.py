@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from spillover.kernels import native
 from spillover.kernels.cuda import attention as cuda
-from spillover.kernels.cuda.driver.compiled import CudaError
+from spillover.kernels.cuda.driver import compiled
 from spillover.kernels.triton.attention import ordered_decode, ordered_prefill
 from spillover.kernels.triton.attention import ordered_splits as splits
 from support.kernels.emulated_cuda import EmulatedModule
@@ -144,16 +144,16 @@ def test_other_shapes_are_tritons(dtype: torch.dtype, heads: int, dim: int, bloc
 
 def test_without_a_compiler_triton_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: object) -> None:
-        raise CudaError("no NVRTC\nat all")
+        raise compiled.CudaError("no NVRTC\nat all")
 
-    monkeypatch.setattr(cuda, "Module", fail)
+    monkeypatch.setattr(compiled, "Module", fail)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     form, device = cuda.Form(128, 4, 16, "fp8", torch.bfloat16), torch.device("cuda", 0)
     find = cuda.kernels.__wrapped__
     with caplog.at_level(logging.WARNING):
         assert find(cuda.NEW_TOKENS, form, device) is None
     assert caplog.messages == ["attention goes through Triton's kernels: no NVRTC"]
-    monkeypatch.setattr(cuda, "Module", lambda *given: given)
+    monkeypatch.setattr(compiled, "Module", lambda *given: given)
     for capability, served in (((8, 6), set()), ((8, 9), {cuda.NEW_TOKENS}), ((9, 0), {cuda.NEW_TOKENS, cuda.PROMPTS}),
                                ((12, 0), {cuda.NEW_TOKENS})):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)

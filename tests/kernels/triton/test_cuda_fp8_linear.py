@@ -98,7 +98,8 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(blocked: bool) -> None:
     whole = fp8_linear(x, values, scales, cut=Cut(64))
     assert_near(whole, rounded(x, blocked), weight(values, scales))
     for rows, cut in ((1, FewCut(8, 1, True, True, 3)), (3, FewCut(8, 1, False, True, 2)), (8, None),
-                      (20, FewCut(32, 2)), (40, FewCut(64, 1, True, resident=3)), (40, FewCut(64, 2)),
+                      (20, FewCut(32, 2)), (20, FewCut(32, 2, True, resident=2)), (40, FewCut(64, 1, True, resident=3)),
+                      (40, FewCut(64, 2)), (40, FewCut(64, 2, True, resident=2)), (40, FewCut(64, 2, resident=2)),
                       (40, Cut(136, 1)), (70, Cut(40, 1)), (70, None)):
         first = 70 - rows
         assert torch.equal(fp8_linear(x[first:], values, scales, cut=cut), whole[first:]), (rows, cut)
@@ -243,6 +244,8 @@ def test_every_cut_fits_an_h200() -> None:
                 stages = cut.stages(shape, cut.blocks(rows, shape, 132), 132)
                 assert stages >= min(3, shape.chunk), (shape, rows, cut)
                 assert cut.shared(shape, stages) + 1024 <= 227 << 10
+                together = getattr(cut, "resident", 1)
+                assert together * (cut.shared(shape, stages) + 1024) <= 228 << 10
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -250,7 +253,10 @@ def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> No
     """Kernels that move registers begin with as many as that counts on."""
     for cut, blocked, normed in ((Cut(128), True, 0), (Cut(224), False, 0), (SPREAD, False, 0), (WHOLE, True, 8192),
                                  (WHOLE, False, 8192), (FewCut(64, 2), True, 0), (Rounding(8192), False, 8192),
-                                 (Rounding(14336), True, 0), (FewCut(64, 1, True, resident=3), False, 0)):
+                                 (Rounding(14336), True, 0), (Rounding(4096), True, 4096),
+                                 (Rounding(4096), False, 4096), (FewCut(64, 1, True, resident=3), False, 0),
+                                 (FewCut(64, 2, True, resident=2), True, 0), (FewCut(64, 2, resident=2), False, 0),
+                                 (FewCut(32, 2, resident=2), True, 0)):
         done = subprocess.run(
             ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v",
              *cut.options(Form(blocked, False, 4, normed), torch.bfloat16), f"-I{cut.source.parent / 'include'}",

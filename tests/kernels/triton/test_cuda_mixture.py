@@ -217,7 +217,7 @@ def test_without_nvrtc_triton_serves_and_the_log_says_so_once(
     found, capability = cuda.kernels, (9, 0)
     found.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(cuda, "Module", fails)
+    monkeypatch.setattr(compiled, "Module", fails)
     monkeypatch.setattr(cuda, "kernels", lambda form, device: found(form, torch.device("cuda", 0)))
     with caplog.at_level("WARNING", "spillover.kernels"):
         for _ in range(2):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from spillover.kernels.fields import ALIGNMENT
 from spillover.kernels.moe import host_expert_queue as places
-from spillover.kernels.moe.host_expert_queue import ALIGNMENT, HEADER, HostExpertQueue
+from spillover.kernels.moe.host_expert_queue import HEADER, HostExpertQueue
 from spillover.kernels.moe.page_table import LENT, NONE, PageTable, Resolution
 from spillover.kernels.moe.paging import (
     assign_reference,

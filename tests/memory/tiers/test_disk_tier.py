@@ -96,7 +96,7 @@ def test_restart_finds_everything_and_the_order_of_use(tmp_path: Path) -> None:
     close(tier)
 
     tier = open_disk(tmp_path, slots=6)
-    assert (tier.recovered, tier.dropped) == (6, 0)
+    assert (tier.stats().blocks, tier.dropped) == (6, 0)
     assert get(tier, list(blocks), PAYLOAD) == list(blocks.values())
     close(tier)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -78,9 +79,9 @@ def wait_until_ready(base_url: str, seconds: float | None, headers: Mapping[str,
     starting, ABSENT_SECONDS for one that nothing is heard of. `say` is told now and then what is waited for."""
     began = time.monotonic()
     while True:
-        status, text = _exchange(base_url.rstrip("/") + "/health", headers, insecure)
+        status, text = exchange(base_url.rstrip("/") + "/health", headers, insecure)
         if status == 404:  # it has no such page
-            status, text = _exchange(base_url.rstrip("/") + "/v1/models", headers, insecure)
+            status, text = exchange(base_url.rstrip("/") + "/v1/models", headers, insecure)
         if status == 200:
             return
         told = _refusal(text) or f"it answers {status} to /health"
@@ -101,7 +102,7 @@ def wait_until_ready(base_url: str, seconds: float | None, headers: Mapping[str,
 
 def post(url: str, headers: Mapping[str, str] | None = None, insecure: bool = False) -> dict[str, Any]:
     """Return the answer to an empty POST, {} where it is no JSON object. SpilloverError: why it was refused."""
-    status, text = _exchange(url, headers, insecure, b"", POST_SECONDS)
+    status, text = exchange(url, headers, insecure, b"", POST_SECONDS)
     if 200 <= status < 300:
         return _object(text)
     raise SpilloverError(_refusal(text) or (f"it answers {status}" if status else "it does not answer"))
@@ -122,21 +123,22 @@ def _object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _get(url: str, headers: Mapping[str, str] | None, insecure: bool, data: bytes | None = None) -> str | None:
-    status, text = _exchange(url, headers, insecure, data)
+def _get(url: str, headers: Mapping[str, str] | None, insecure: bool) -> str | None:
+    status, text = exchange(url, headers, insecure)
     return text if 200 <= status < 300 else None
 
 
-def _exchange(url: str, headers: Mapping[str, str] | None, insecure: bool,
-              data: bytes | None = None, seconds: float = 10.0) -> tuple[int, str]:
-    """Return the status and text; 0 where nobody answers."""
-    request: Any = urllib.request.Request(url, data=data, headers=dict(headers or {}))
+def exchange(url: str, headers: Mapping[str, str] | None = None, insecure: bool = False,
+             data: bytes | None = None, seconds: float = 10.0) -> tuple[int, str]:
+    """Return the status and text of a GET, or of a POST where there is `data`; 0 where nobody answers."""
     context = ssl._create_unverified_context() if insecure and url.startswith("https") else None
     try:
+        request = urllib.request.Request(url, data=data, headers=dict(headers or {}))
         with urllib.request.urlopen(request, timeout=seconds, context=context) as answer:
             return int(answer.status), answer.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
-        with error:
+        with error, contextlib.suppress(OSError, http.client.HTTPException):
             return error.code, error.read(MAX_REFUSAL_BYTES).decode(errors="replace")
+        return error.code, ""
     except (OSError, ValueError, http.client.HTTPException):
         return 0, ""

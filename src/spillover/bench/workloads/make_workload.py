@@ -55,52 +55,35 @@ def _rows(options: WorkloadOptions) -> list[TraceRow]:
     return read_mooncake(options.file) if options.dataset == "mooncake" else read_azure(options.file)
 
 
-def _random(options: WorkloadOptions) -> tuple[Shape, ...]:
-    return synthetic.random_shapes(options.num_prompts, options.random_input_len, options.random_output_len,
-                                   options.random_range_ratio, options.random_prefix_len, options.seed)
-
-
-def _mixed(options: WorkloadOptions) -> tuple[Shape, ...]:
-    return synthetic.mixed_shapes(options.num_prompts, _range("mixed-input-range", options.mixed_input_range),
-                                  _range("mixed-output-range", options.mixed_output_range), options.random_prefix_len,
-                                  options.seed)
-
-
-def _generated_shared_prefix(options: WorkloadOptions) -> tuple[Shape, ...]:
-    return synthetic.generated_shared_prefix_shapes(
-        options.gsp_num_groups, options.gsp_prompts_per_group, options.gsp_system_prompt_len, options.gsp_question_len,
-        options.gsp_output_len, options.gsp_range_ratio, options.gsp_num_turns, options.gsp_ordered, options.limit,
-        options.seed)
-
-
-def _prefix_repetition(options: WorkloadOptions) -> tuple[Shape, ...]:
-    return synthetic.prefix_repetition_shapes(
-        options.num_prompts, options.prefix_repetition_prefix_len, options.prefix_repetition_suffix_len,
-        options.prefix_repetition_num_prefixes, options.prefix_repetition_output_len, not options.disable_shuffle,
-        options.seed)
-
-
-def _multi_turn(options: WorkloadOptions) -> tuple[Shape, ...]:
-    return synthetic.multi_turn_shapes(
-        options.multi_turn_num_sessions, options.multi_turn_num_turns, options.multi_turn_shared_len,
-        options.multi_turn_prefix_len, options.multi_turn_input_len, options.multi_turn_output_len,
-        options.multi_turn_range_ratio, options.multi_turn_think_time, options.seed)
-
-
-def _prefill_mix(options: WorkloadOptions) -> tuple[Shape, ...]:
-    return synthetic.prefill_mix_shapes(
-        options.num_prompts, options.prefill_mix_long_share, options.prefill_mix_long_input_len,
-        options.prefill_mix_long_output_len, options.prefill_mix_short_input_len, options.prefill_mix_short_output_len)
-
-
-def _variable_output(options: WorkloadOptions) -> tuple[Shape, ...]:
-    return synthetic.variable_output_shapes(options.num_prompts, options.variable_output_lens,
-                                            options.variable_output_input_len, options.seed)
-
-
 _SHAPES: dict[str, Callable[[WorkloadOptions], tuple[Shape, ...]]] = {
-    RANDOM: _random, MIXED: _mixed, GSP: _generated_shared_prefix, PREFIX_REPETITION: _prefix_repetition,
-    MULTI_TURN: _multi_turn, PREFILL_MIX: _prefill_mix, VARIABLE_OUTPUT: _variable_output}
+    RANDOM: lambda given: synthetic.random_shapes(
+        given.num_prompts, input_len=given.random_input_len, output_len=given.random_output_len,
+        range_ratio=given.random_range_ratio, prefix_len=given.random_prefix_len, seed=given.seed),
+    MIXED: lambda given: synthetic.mixed_shapes(
+        given.num_prompts, input_range=_range("mixed-input-range", given.mixed_input_range),
+        output_range=_range("mixed-output-range", given.mixed_output_range), prefix_len=given.random_prefix_len,
+        seed=given.seed),
+    GSP: lambda given: synthetic.generated_shared_prefix_shapes(
+        groups=given.gsp_num_groups, per_group=given.gsp_prompts_per_group,
+        system_prompt_len=given.gsp_system_prompt_len, question_len=given.gsp_question_len,
+        output_len=given.gsp_output_len, range_ratio=given.gsp_range_ratio, turns=given.gsp_num_turns,
+        ordered=given.gsp_ordered, limit=given.limit, seed=given.seed),
+    PREFIX_REPETITION: lambda given: synthetic.prefix_repetition_shapes(
+        given.num_prompts, prefix_len=given.prefix_repetition_prefix_len,
+        suffix_len=given.prefix_repetition_suffix_len, num_prefixes=given.prefix_repetition_num_prefixes,
+        output_len=given.prefix_repetition_output_len, shuffle=not given.disable_shuffle, seed=given.seed),
+    MULTI_TURN: lambda given: synthetic.multi_turn_shapes(
+        sessions=given.multi_turn_num_sessions, turns=given.multi_turn_num_turns,
+        shared_len=given.multi_turn_shared_len, prefix_len=given.multi_turn_prefix_len,
+        input_len=given.multi_turn_input_len, output_len=given.multi_turn_output_len,
+        range_ratio=given.multi_turn_range_ratio, think_time=given.multi_turn_think_time, seed=given.seed),
+    PREFILL_MIX: lambda given: synthetic.prefill_mix_shapes(
+        given.num_prompts, long_share=given.prefill_mix_long_share, long_input_len=given.prefill_mix_long_input_len,
+        long_output_len=given.prefill_mix_long_output_len, short_input_len=given.prefill_mix_short_input_len,
+        short_output_len=given.prefill_mix_short_output_len),
+    VARIABLE_OUTPUT: lambda given: synthetic.variable_output_shapes(
+        given.num_prompts, output_lens=given.variable_output_lens, input_len=given.variable_output_input_len,
+        seed=given.seed)}
 
 
 def _range(option: str, bounds: tuple[int, ...]) -> tuple[int, int]:

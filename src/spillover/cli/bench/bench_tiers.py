@@ -252,7 +252,7 @@ def _no_reuse(console: Console, setup: Setup, workload: SyntheticWorkload, agree
         results = no_reuse(arms, workload, repeats, together, agreement, _turns(status, "no reuse"))
     console.print(no_reuse_table(results, f"No reuse: {prompts} prompts of {one.prompt_len} at once, "
                                           f"{one.output_len} out, {pool:,} device blocks{_how(together)}"))
-    console.print(traffic_table({result.arm.name: result.traffic for result in results}, "Moved meanwhile"))
+    console.print(traffic_table({result.arm.name: result.traffic for result in results}))
     return [result.as_dict() for result in results]
 
 
@@ -290,7 +290,7 @@ def _multi_turn(console: Console, setup: Setup, workload: Conversations, sizes: 
     console.print(multi_turn_table(results, f"Multi-turn: {workload.count} chats, {workload.rounds} rounds, "
                                             f"{workload.prefix_len} tokens to begin with, {sizes.pool:,} device blocks "
                                             f"for {sizes.whole:,}{_how(together)}"))
-    console.print(traffic_table({result.arm.name: result.traffic for result in results}, "Moved meanwhile"))
+    console.print(traffic_table({result.arm.name: result.traffic for result in results}))
     return [result.as_dict() for result in results]
 
 

@@ -47,7 +47,6 @@ class Outcome:
     device_tokens: int = 0  # ... of these, found on a device and ...
     host_tokens: int = 0  # ... in host memory
     output_tokens: int = 0
-    computed_tokens: int = 0  # by all steps, what was preempted and computed again included
     steps: int = 0
     preemptions: int = 0
     busy_seconds: list[float] = field(default_factory=list)  # by replica, those that decode last
@@ -177,7 +176,6 @@ class _Simulation:
                               server.cache.used))
 
     def _stepped(self, server: SimulatedReplica, step: SimulatedStep, now: float) -> None:
-        self.outcome.computed_tokens += sum(item.count for item in step.items)
         for item in step.items:
             if self.decoders and not item.sequence.received:
                 self._send(item.sequence, item.end, now)

@@ -27,7 +27,7 @@ class StepLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    captured_rows: int = 0  # CUDA: of a step with part of a prompt that a graph is captured of; 0: of none
+    captured_rows: int = 0  # CUDA: largest prefill step captured as a graph; 0 disables
     draft_tokens: int = 0  # of one request
     simulated: tuple[float, ...] = ()  # drafts are accepted up to each position in this share of cases; (): truly
 

@@ -29,7 +29,7 @@ class StepWriter:
         self._most_pieces = min(ordered_splits.MOST_ITEMS, ordered_splits.max_items(
             limits.max_num_seqs + 1, limits.max_model_len, self._kv_heads) // ordered_splits.QUERIES)
         self._most_short = max(self._most_pieces, limits.max_num_seqs + 1 if limits.draft_tokens else 0)
-        # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
+        # Padding beside prefill is cut into requests of its own, each of one tile, in the dummy block.
         self._padding_rows = min(TILE_QUERIES, limits.max_model_len)
         # Requests with several rows in a captured step: where drafts are verified, that may be all of them.
         self.most_several = max(MAX_PREFILL_REQUESTS, limits.max_num_seqs if limits.draft_tokens else 0)

@@ -85,7 +85,8 @@ class SpeculativeConfig:
         if method is not None:
             return cls(method, _default(method) if num_tokens is None else num_tokens, adaptive=adaptive, model=model)
         if num_tokens is not None:
-            raise SpilloverError("--num-speculative-tokens needs a method: give --speculative-method ngram or suffix")
+            raise SpilloverError("--num-speculative-tokens needs a method: give --speculative-method, one of "
+                                 f"{', '.join(METHODS)}")
         return None
 
     @classmethod

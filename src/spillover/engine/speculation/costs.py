@@ -110,18 +110,15 @@ def _size(rows: int) -> int:
 
 
 def best_drafts(chances: Numbers, decodes: int, rows: int, speculating: StepCosts, plain: StepCosts,
-                most: int, drafting: Numbers | None = None) -> tuple[int, float]:
+                most: int) -> tuple[int, float]:
     """Return how many draft rows to verify, the likeliest first, and the gain in speed over a plain step.
 
     `chances`: of each draft row to be accepted, falling; `decodes`: requests that get a token anyhow; `rows`: of the
-    step without drafts; `most`: draft rows there is room for; `drafting`: seconds to draft 0, 1, 2, ... of
-    them, where that is still to be done. A decoded token is worth what it costs in a plain step, or less where
-    speculation makes it cheaper.
+    step without drafts; `most`: draft rows there is room for. A decoded token is worth what it costs in a plain step,
+    or less where speculation makes it cheaper.
     """
     count = min(len(chances), most)
     seconds = speculating.with_drafts(rows, count) + speculating.price(chances[:count])
-    if drafting is not None:
-        seconds = seconds + drafting[:count + 1]
     return best_count(chances[:count], seconds, decodes, plain_seconds(plain, decodes, rows))
 
 

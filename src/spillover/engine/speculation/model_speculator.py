@@ -116,7 +116,8 @@ class ModelSpeculator(AdaptiveSpeculator):
         saved = self._plain.at(decodes) / decodes * (1 - 1 / gain)  # a token
         for index, candidate in enumerate(candidates):
             request = candidate.request
-            if counts[index] and self._catches_up.missing(request) * self._token_seconds > saved * self._to_come(request):
+            missing = self._catches_up.missing(request) * self._token_seconds if counts[index] else 0.0
+            if missing > saved * self._to_come(request):
                 self._left_out[request] = request.num_output
                 counts[index] = 0
 
@@ -198,7 +199,7 @@ class ModelSpeculator(AdaptiveSpeculator):
             super()._nothing(request, slot)
 
     def probe(self, running: Sequence[Request]) -> None:
-        """Note what was measured, now that the device does not wait. Drafts that nobody verifies would take its time."""
+        """Note what was measured, now that the device computes; draft nothing that nobody verifies."""
         if self._measured is not None:
             if self._drafted:
                 self._drafting.note(*self._measured)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spillover.kernels.fields import ALIGNMENT
+from spillover.kernels.fields import aligned
 from spillover.kernels.huge_pages import map_pages
 
 log = logging.getLogger("spillover.engine")
@@ -33,7 +33,7 @@ class ElasticMemory:
 
     @classmethod
     def make(cls, kv_bytes: int, slots: int, slot_bytes: int, device: torch.device) -> ElasticMemory:
-        start = _aligned(kv_bytes)
+        start = aligned(kv_bytes)
         if device.type == "cpu":
             run = torch.frombuffer(map_pages(start + slots * slot_bytes), dtype=torch.uint8)
         else:
@@ -43,7 +43,7 @@ class ElasticMemory:
     @property
     def slots(self) -> Tensor:
         """Return the slots, [slots, bytes of one]."""
-        return self.run[_aligned(self.kv_bytes) :].view(-1, self.slot_bytes)
+        return self.run[aligned(self.kv_bytes) :].view(-1, self.slot_bytes)
 
     def pool(self, block_bytes: int) -> Tensor:
         """Return the blocks, [blocks, bytes of one], over all of it; KV's own are zeroed."""
@@ -53,7 +53,7 @@ class ElasticMemory:
 
     def blocks_in(self, slots: range, block_bytes: int) -> range:
         """Return the blocks that lie as a whole in slots side by side."""
-        base = _aligned(self.kv_bytes)
+        base = aligned(self.kv_bytes)
         start, end = base + slots.start * self.slot_bytes, base + slots.stop * self.slot_bytes
         return range(-(-start // block_bytes), end // block_bytes)
 
@@ -119,7 +119,3 @@ class SlotLender:
             found += len(loan)
             most -= len(slots)
         return loans
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -136,7 +136,7 @@ class ManagedWeights:
         own, experts = split_experts(weights)
         record, page = Record.of(own), managed_page(self._device.type)
         start = padded(record.nbytes, page)
-        expert = Record.of(one_expert_of(experts, 0)) if experts else None
+        expert = Record.of(one_expert_of(experts)) if experts else None
         count = _num_experts(experts)
         stride = padded(expert.nbytes, page) if expert is not None else 0
         buffer = self._pages.allocate(start + count * stride)

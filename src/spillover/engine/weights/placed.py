@@ -175,7 +175,7 @@ class PlacedParts:
     def _records(self, experts: Mapping[str, Weight]) -> Tensor:
         """Return [experts, record], where the experts are."""
         data = tensors_of(next(iter(experts.values())))[0]
-        record = self.expert_record = self.expert_record or Record.of(one_expert_of(experts, 0))
+        record = self.expert_record = self.expert_record or Record.of(one_expert_of(experts))
         self.num_experts = data.shape[0]
         make = torch.empty if self.shared is None else torch.zeros
         records = make(self.num_experts, record.nbytes, dtype=torch.uint8, device=data.device)

@@ -9,7 +9,7 @@ constexpr int CONSUMERS = ROUNDERS;
 #if NORMED  // a profile tells by the name that half a layer begins here
 #define quantize_rows add_rms_norm_quantize
 #endif
-constexpr int RESIDENT = HELD > 2 ? 1 : 3 / HELD;  // blocks of 512 threads of a multiprocessor, for which there are registers
+constexpr int RESIDENT = HELD > 1 ? 1 : 3;  // blocks of 512 threads of a multiprocessor, for which there are registers
 
 extern "C" __global__ void __launch_bounds__(ROUNDERS, RESIDENT) quantize_rows(const __grid_constant__ Product p) {
     __shared__ float parts[2 * MOST_PARTS];

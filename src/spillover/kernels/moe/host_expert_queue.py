@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-ALIGNMENT = 256  # bytes; every array begins at a multiple of it
+from spillover.kernels.fields import ALIGNMENT, aligned
 
 # InputOffsets in the header, an int32 [HEADER]. The two turns lie on cache lines of their own: each has one writer.
 HEADER = 64
@@ -42,19 +42,19 @@ class MailLayout:
 
     @property
     def pairs_at(self) -> int:
-        return _aligned(HEADER * 4)
+        return aligned(HEADER * 4)
 
     @property
     def x_at(self) -> int:
-        return _aligned(self.pairs_at + self.pairs * PAIR * 4)
+        return aligned(self.pairs_at + self.pairs * PAIR * 4)
 
     @property
     def out_at(self) -> int:
-        return _aligned(self.x_at + self.tokens * self.hidden * 4)
+        return aligned(self.x_at + self.tokens * self.hidden * 4)
 
     @property
     def nbytes(self) -> int:
-        return _aligned(self.out_at + self.pairs * self.hidden * 4)
+        return aligned(self.out_at + self.pairs * self.hidden * 4)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,3 @@ class HostExpertQueue:
         """Return the header, for who looks at it after every step."""
         numbers: npt.NDArray[np.int32] = self.header.numpy()
         return numbers
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -31,7 +31,7 @@ def paged_mixture(
     slots.
 
     `records` uint8 [E, bytes] are the layer's experts in host memory and `slots` uint8 [S, bytes] the arena that the
-    stacks are views of. With a `queue` the host computes what `split` (see moe.paging.resolve) gives it. `replay`
+    stacks are views of. With a `queue` the host computes what `split` (see paging.resolve_reference) gives it. `replay`
     int32 [N, L, k]: the experts of token t are those of row replay_at[t] % N (`replay_at` int32 [T]; None: the step,
     for all of them), whatever the scores.
     """

@@ -19,22 +19,6 @@ from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.page_table import NONE, OLDEST, PATIENCE, PageTable, Resolution
 
 
-def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
-    """Resolve ids int32 [T, k] -> what to do so that every expert is in a slot, or with the host; update the table.
-
-    Of the m distinct experts that are not there, split[m] go to the host (`split`: int32 on the device; None: none do):
-    those that the fewest tokens ask for, of equal ones the highest ids. Each other, in ascending id, takes a free slot,
-    or that of an expert of its layer which is not asked for: the one with the lowest (infinite worth, used now or in
-    the step before, worth, stamp, slot). Where no slot is left, the rest pass through those of transit, in several
-    passes if need be.
-    """
-    if ids.is_cuda:
-        from spillover.kernels.triton.moe import paging as on_cuda
-
-        return on_cuda.resolve(ids, table, layer, split)
-    return resolve_reference(ids, table, layer, split)
-
-
 def assign_reference(ids: Tensor, hosted: Tensor) -> Resolution:
     """Return, of ids int32 [T, k], the pairs whose expert the host computes: those that `hosted` int32 [E] marks."""
     flat, k = ids.flatten(), ids.shape[1]
@@ -58,6 +42,14 @@ def gather(resolution: Resolution, records: Tensor, slots: Tensor) -> None:
 
 
 def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
+    """Resolve ids int32 [T, k] -> what to do so that every expert is in a slot, or with the host; update the table.
+
+    Of the m distinct experts that are not there, split[m] go to the host (`split`: int32 on the device; None: none do):
+    those that the fewest tokens ask for, of equal ones the highest ids. Each other, in ascending id, takes a free slot,
+    or that of an expert of its layer which is not asked for: the one with the lowest (infinite worth, used now or in
+    the step before, worth, stamp, slot). Where no slot is left, the rest pass through those of transit, in several
+    passes if need be.
+    """
     pairs, k, passes = ids.numel(), ids.shape[1], table.passes(ids.numel())
     step, flat = int(table.step), ids.flatten().tolist()
     asked = sorted(set(flat))

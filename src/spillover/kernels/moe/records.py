@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spillover.kernels.fields import ALIGNMENT, LinearShape
+from spillover.kernels.fields import LinearShape, aligned
 from spillover.kernels.formats.base import Linear, Weight, WeightFormat
 
 
@@ -65,7 +65,7 @@ class Record:
             extents = []
             for data in tensors_of(weight):
                 extents.append(Extent(end, tuple(data.shape), data.dtype))
-                end += -(-data.nbytes // ALIGNMENT) * ALIGNMENT
+                end += aligned(data.nbytes)
             linear = (weight.format, weight.shape) if isinstance(weight, Linear) else None
             entries.append(Entry(name, tuple(extents), linear))
         return cls(tuple(entries), end)

@@ -98,7 +98,7 @@ def library_name(command: list[str]) -> str:
 
 def cache_folder(kind: str = "native") -> Path:
     root = os.environ.get("SPILLOVER_CACHE")
-    folder = (Path(root) if root else Path.home() / ".cache" / "spillover") / kind
+    folder = (Path(root).expanduser() if root else Path.home() / ".cache" / "spillover") / kind
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} is not writable")

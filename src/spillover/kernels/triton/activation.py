@@ -11,32 +11,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from spillover.kernels.triton.launch import early
 
 _BLOCK = 1024
-ALPHA = tl.constexpr(1.702)  # as kernels.activation.SWIGLU_ALPHA
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """Return silu(gate) * up [T, I] of x [T, 2I], the gate in the first half."""
-    return _gated(x, 0.0, clamped=False)
-
-
-def clamped_swiglu(x: Tensor, limit: float) -> Tensor:
-    """Return (up + 1) * gate * sigmoid(1.702 * gate) [T, I] of x [T, 2I], gate and up interleaved and clamped."""
-    return _gated(x, limit, clamped=True)
-
-
-def _gated(x: Tensor, limit: float, clamped: bool) -> Tensor:
     x = x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
         _gate[(rows, triton.cdiv(width, _BLOCK))](
-            x, out, limit, width, CLAMPED=clamped, BLOCK=_BLOCK, num_warps=4, **early(x.device, wanted=rows == 1)
+            x, out, width, BLOCK=_BLOCK, num_warps=4, **early(x.device, wanted=rows == 1)
         )
     return out
 
 
 @triton.jit
-def _gate(x_ptr, out_ptr, limit, width, CLAMPED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _gate(x_ptr, out_ptr, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -44,15 +34,7 @@ def _gate(x_ptr, out_ptr, limit, width, CLAMPED: tl.constexpr, BLOCK: tl.constex
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     dtype = out_ptr.dtype.element_ty
-    if CLAMPED:
-        both = tl.load(x_ptr + row * 2 * width + 2 * column[:, None] + tl.arange(0, 2)[None, :],
-                       mask=inside[:, None], other=0.0).to(tl.float32)
-        gate, up = tl.split(both)
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        result = (up + 1) * (gate * tl.sigmoid(gate * ALPHA))
-    else:
-        gate = tl.load(x_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-        result = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up
+    gate = tl.load(x_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    result = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up
     tl.store(out_ptr + row * width + column, result.to(dtype), mask=inside)

@@ -9,7 +9,6 @@ skipped.
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Self
 
+from spillover.bench.serving.server_facts import exchange
 from spillover.errors import SpilloverError
 from spillover.lab.engines.metrics_text import bare, counters_from, label_of, parse_metrics
 
@@ -183,14 +183,7 @@ class Engine(ABC):
 
     def post(self, path: str, timeout: float = 60.0) -> int:
         """Return the status of an empty POST; 0 where nobody answers."""
-        request = urllib.request.Request(self.running.url + path, data=b"", method="POST")
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return int(error.code)
-        except OSError:
-            return 0
+        return exchange(self.running.url + path, data=b"", seconds=timeout)[0]
 
     def __enter__(self) -> Self:
         self.start()

@@ -16,13 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
+from spillover.bench.serving.server_facts import exchange
 from spillover.lab.engines.base import EngineFailed
 
 HOST = "127.0.0.1"
@@ -198,13 +197,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 def status_of(url: str, timeout: float = 5.0) -> int:
     """Return the HTTP status of a GET; 0 where nobody answers."""
-    try:
-        with urllib.request.urlopen(url, timeout=timeout) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return int(error.code)
-    except (OSError, ValueError):
-        return 0
+    return exchange(url, seconds=timeout)[0]
 
 
 def free_port() -> int:

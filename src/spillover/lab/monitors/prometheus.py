@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from spillover.lab.engines.metrics_text import bare, parse_metrics
 
-COUNTED = ("_total", "_sum", "_count")  # what only grows, by the convention of their names
-
 
 class PrometheusMonitor:
     """Every sample of the page but the buckets of histograms, which the totals beside them stand for."""
@@ -33,7 +31,3 @@ class PrometheusMonitor:
 
     def close(self) -> None:
         pass
-
-
-def is_counter(key: str) -> bool:
-    return bare(key).endswith(COUNTED)

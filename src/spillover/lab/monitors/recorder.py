@@ -11,18 +11,17 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from spillover.errors import SpilloverError
 from spillover.lab.monitors.base import Monitor, Row
-from spillover.lab.monitors.prometheus import is_counter
 
 
 class Recorder:
-    """`with Recorder(monitors, hz=2) as recorder: ...`, then `rows`, `deltas()`, `notes`, `write_parquet(path)`."""
+    """`with Recorder(monitors, hz=2) as recorder: ...`, then `rows`, `notes`, `write_parquet(path)`."""
 
     def __init__(self, monitors: Sequence[Monitor], hz: float = 2.0) -> None:
         if not 0 < hz <= 50:
@@ -69,17 +68,6 @@ class Recorder:
     def rows(self) -> list[Row]:
         with self._lock:
             return sorted(row for rows in self._rows.values() for row in rows)
-
-    def deltas(self, source: str = "engine") -> Mapping[str, float]:
-        """Return what the counters of a source grew by from its first reading to its last."""
-        with self._lock:
-            rows = [row for row in self._rows.get(source, []) if is_counter(row.metric)]
-        first: dict[str, float] = {}
-        last: dict[str, float] = {}
-        for row in rows:
-            first.setdefault(row.metric, row.value)
-            last[row.metric] = row.value
-        return {metric: last[metric] - first[metric] for metric in first}
 
     def write_parquet(self, path: Path) -> Path:
         """Write the rows as time, source, metric, value; whole or not at all."""

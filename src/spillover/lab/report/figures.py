@@ -108,9 +108,8 @@ def pareto(report: Report) -> LineFigure | None:
             cell = report.cell(workload.name, arm.name)
             if cell is not None and key in arm.scores and what.key in cell.medians:
                 lines.append(Line(arm.name, ((cell.medians[what.key], arm.scores[key]),), hollow=(not cell.valid,)))
-        if lines:
-            panels.append(Panel(workload.name, "", Axis(what.label, what.unit), Axis("KL divergence, at least", "nats"),
-                                tuple(lines), "lower"))
+        panels.append(Panel(workload.name, "", Axis(what.label, what.unit), Axis("KL divergence, at least", "nats"),
+                            tuple(lines), "lower"))
     return _lines("pareto", "Speed against KL divergence",
                   "Right is faster, down is nearer to the baseline's distributions. An arm pays where no other lies "
                   "further right and further down; hollow points did not pass the gates.", "curve", panels)
@@ -136,9 +135,8 @@ def curves(report: Report) -> LineFigure | None:
                 if points:
                     lines.append(Line(arm.name, tuple(points), notes=tuple(notes), hollow=tuple(hollow)))
             what, x = metric(key), metric(along)
-            if lines:
-                panels.append(Panel(group, what.label, Axis(f"{x.label} reached", x.unit), Axis(what.label, what.unit),
-                                    tuple(lines), "higher" if what.higher_is_better else "lower"))
+            panels.append(Panel(group, what.label, Axis(f"{x.label} reached", x.unit), Axis(what.label, what.unit),
+                                tuple(lines), "higher" if what.higher_is_better else "lower"))
     return _lines("curves", "Throughput against latency",
                   "One point for each step of the sweep, medians over runs; hollow points did not pass the gates.",
                   "curve", panels)
@@ -201,10 +199,9 @@ def every_run(report: Report) -> LineFigure | None:
                                       notes=tuple(_visit_note(visit) for visit in visits),
                                       hollow=tuple(bool(visit.faults) for visit in visits)))
             what = metric(key)
-            if lines:
-                panels.append(Panel(workload.name, what.label, Axis("run, in the order they were made"),
-                                    Axis(what.label, what.unit), tuple(lines),
-                                    "higher" if what.higher_is_better else "lower"))
+            panels.append(Panel(workload.name, what.label, Axis("run, in the order they were made"),
+                                Axis(what.label, what.unit), tuple(lines),
+                                "higher" if what.higher_is_better else "lower"))
     return _lines("runs", "Every run, in order",
                   "Arms take turns, so that a machine that grows slower or faster does so for all of them; hollow dots "
                   "did not pass the gates.", "dots", panels)
@@ -221,9 +218,8 @@ def first_tokens(report: Report) -> LineFigure | None:
                 shares = np.linspace(0, 1, min(len(times), BINS) + 1)[1:]
                 values = np.quantile(np.asarray(times), shares) * 1e3
                 lines.append(Line(arm.name, _points(values, shares)))
-        if lines:
-            panels.append(Panel(workload.name, "", Axis("time to first token", "ms", log=True),
-                                Axis("share of requests", "%"), tuple(lines)))
+        panels.append(Panel(workload.name, "", Axis("time to first token", "ms", log=True),
+                            Axis("share of requests", "%"), tuple(lines)))
     return _lines("ttft", "How long first tokens take",
                   "Of all requests of all runs, the share that had its first token within the time: left is better.",
                   "steps", panels)
@@ -239,9 +235,8 @@ def token_gaps(report: Report) -> LineFigure | None:
             if times.size:
                 middles, (medians, worst) = _binned(times, gaps * 1e3, run.duration, np.median, np.max)
                 lines.append(Line(arm, _points(middles, medians), upper=tuple(_rounded(worst))))
-        if lines:
-            panels.append(Panel(workload, "", Axis("time in the run", "s"), Axis("gap between tokens", "ms"),
-                                tuple(lines), "lower"))
+        panels.append(Panel(workload, "", Axis("time in the run", "s"), Axis("gap between tokens", "ms"),
+                            tuple(lines), "lower"))
     return _lines("itl", "Gaps between tokens over time",
                   "The line is the median of all streams in a moment, thin strokes reach to the longest gap. "
                   "For each arm, its run with the median result.", "line", panels)
@@ -258,9 +253,8 @@ def token_rate(report: Report) -> LineFigure | None:
                 edges = np.arange(0, run.duration + width, width)
                 counts, _ = np.histogram(chunks[:, 0], edges, weights=chunks[:, 1])
                 lines.append(Line(arm, _points(edges[:-1] + width / 2, counts / width)))
-        if lines:
-            panels.append(Panel(workload, "", Axis("time in the run", "s"), Axis("output", "tok/s"), tuple(lines),
-                                "higher"))
+        panels.append(Panel(workload, "", Axis("time in the run", "s"), Axis("output", "tok/s"), tuple(lines),
+                            "higher"))
     return _lines("rate", "Output tokens over time", "For each arm, its run with the median result.", "line", panels)
 
 
@@ -301,13 +295,8 @@ def gaps_over_time(run: Run) -> tuple[Any, Any]:
 
 def _typical_runs(report: Report) -> Iterable[tuple[str, list[tuple[str, Run]]]]:
     for workload in report.workloads:
-        drawn = []
-        for arm in report.arms:
-            visit = report.typical(workload.name, arm.name)
-            run = visit.run() if visit is not None else None
-            if run is not None:
-                drawn.append((arm.name, run))
-        yield workload.name, drawn
+        visits = [(arm.name, report.typical(workload.name, arm.name)) for arm in report.arms]
+        yield workload.name, [(arm, run) for arm, visit in visits if visit is not None and (run := visit.run())]
 
 
 def _binned(times: Any, values: Any, duration: float, *summaries: Any) -> tuple[Any, list[Any]]:
@@ -340,4 +329,6 @@ def _rounded(values: Any) -> list[float]:
 
 def _lines(key: str, title: str, about: str, style: Literal["line", "curve", "dots", "steps"],
            panels: Sequence[Panel]) -> LineFigure | None:
-    return LineFigure(key, title, about, style, tuple(panels)) if panels else None
+    """Return the figure without panels that have no line; None where none has one."""
+    drawn = tuple(panel for panel in panels if panel.lines)
+    return LineFigure(key, title, about, style, drawn) if drawn else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spillover.bench.serving.speculation_counters import acceptance_by_position
 from spillover.lab.report.data import Cell, Report
 from spillover.lab.report.metric import shown
-from spillover.lab.report.tables import NOTHING, Table, TableCell
+from spillover.lab.report.tables import NOTHING, Table, counters_table
 
 SHOWN_POSITIONS = 8
 COLUMNS = {  # heading -> (metric, unit)
@@ -21,27 +21,13 @@ COLUMNS = {  # heading -> (metric, unit)
 
 def speculation(report: Report) -> Table | None:
     """Return a row for each workload and arm that drafted; None where none did."""
-    rows = []
-    for workload in report.workloads:
-        for arm in report.arms:
-            cell = report.cell(workload.name, arm.name)
-            if cell is None or "spec_tokens_per_pass" not in cell.medians:
-                continue
-            note = "simulated" if cell.medians.get("spec_simulated") else arm.label
-            rows.append((TableCell(workload.name), TableCell(arm.name, detail=note),
-                         *(_value(cell, key, unit) for key, unit in COLUMNS.values()),
-                         TableCell(_by_position(cell))))
-    if not rows:
-        return None
-    return Table("Speculation", ("workload", "arm", *COLUMNS, "accepted up to position 1, 2, ..."), tuple(rows), 2,
-                 about="By the servers' own counters, medians over runs. Acceptance is accepted over verified tokens; "
-                       "tokens per pass count the one that every pass brings. Drafted tokens may be cut before they "
-                       "are verified; the time in verifying is that of whole steps with drafts.")
-
-
-def _value(cell: Cell, key: str, unit: str) -> TableCell:
-    value = cell.medians.get(key)
-    return TableCell(NOTHING) if value is None else TableCell(shown(value, unit), value)
+    return counters_table(
+        report, "Speculation", COLUMNS, "spec_tokens_per_pass",
+        "By the servers' own counters, medians over runs. Acceptance is accepted over verified tokens; tokens per pass "
+        "count the one that every pass brings. Drafted tokens may be cut before they are verified; the time in "
+        "verifying is that of whole steps with drafts.",
+        note=lambda cell: "simulated" if cell.medians.get("spec_simulated") else "",
+        more={"accepted up to position 1, 2, ...": _by_position})
 
 
 def _by_position(cell: Cell) -> str:

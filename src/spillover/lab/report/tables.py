@@ -105,6 +105,24 @@ def accuracy(report: Report) -> Table | None:
                  arms=tuple(row[0].text for row in rows))
 
 
+def counters_table(report: Report, title: str, columns: Mapping[str, tuple[str, str]], needs: str, about: str,
+                   note: Callable[[Cell], str] | None = None,
+                   more: Mapping[str, Callable[[Cell], str]] | None = None) -> Table | None:
+    """Return a row for each workload and arm that has the metric `needs`; None where none has. `columns`: heading ->
+    (metric, unit); `note` goes before the arm's label; `more`: heading -> text, after the columns."""
+    rows = []
+    for workload in report.workloads:
+        for arm in report.arms:
+            cell = report.cell(workload.name, arm.name)
+            if cell is None or needs not in cell.medians:
+                continue
+            values = [(cell.medians.get(key), unit) for key, unit in columns.values()]
+            rows.append((TableCell(workload.name), TableCell(arm.name, detail=(note and note(cell)) or arm.label),
+                         *(TableCell(NOTHING) if value is None else TableCell(shown(value, unit), value)
+                           for value, unit in values), *(TableCell(text(cell)) for text in (more or {}).values())))
+    return Table(title, ("workload", "arm", *columns, *(more or {})), tuple(rows), 2, about) if rows else None
+
+
 def sweeps(report: Report) -> list[Table]:
     """Return each sweep in one row an arm: the most it reached, and its means over the steps."""
     made = []

@@ -101,31 +101,18 @@ class SharedPoolTier(ServedTier):
         return self._submit(self._lookups, "lookup", ask, deadline)
 
     def store_from(self, items: DeviceBlocks, copy_out: CopyOut) -> list[Ticket[bool]]:
-        self.poll()
-        if not self._takes_blocks():
-            self._store_failures += len(items)
-            return [Ticket.ended(False) for _ in items]
-
         def store(items: DeviceBlocks, deadline: float) -> list[bool | Exception]:
-            def copy(places: Sequence[memoryview], which: Sequence[int]) -> None:
-                copy_out([items[index][1] for index in which], places)
+            return self._write([key for key, _ in items], lambda places, which: copy_out(
+                [items[index][1] for index in which], places), deadline)
 
-            return self._write([key for key, _ in items], copy, deadline)
-
-        return self._submit_batches(self._writing, "store", items, store, self._direct_batch)
+        return self._submit_batches("store", items, store, self._direct_batch)
 
     def load_to(self, items: DeviceBlocks, copy_in: CopyIn) -> list[Ticket[bool]]:
-        self.poll()
-        if not self._usable():
-            return [Ticket.ended(False) for _ in items]
-
         def load(items: DeviceBlocks, deadline: float) -> list[bool | Exception]:
-            def copy(places: Sequence[memoryview], which: Sequence[int]) -> None:
-                copy_in(places, [items[index][1] for index in which])
+            return self._read([key for key, _ in items], lambda places, which: copy_in(
+                places, [items[index][1] for index in which]), deadline)
 
-            return self._read([key for key, _ in items], copy, deadline)
-
-        return self._submit_batches(self._reading, "load", items, load, self._direct_batch)
+        return self._submit_batches("load", items, load, self._direct_batch)
 
     def evict(self, count: int) -> Ticket[int]:
         self.poll()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from spillover.memory.spill.direct import split_ended
 from spillover.memory.spill.host import Entry, Slots
 from spillover.memory.spill.loads import CopyEnd, CopyIn, CopyOut, Load, LoadState, batches
 from spillover.memory.spill.store_report import Meter
@@ -60,17 +61,13 @@ class LinkCopies:
     def take_out(self) -> list[tuple[CopyOut, float | None]]:
         """Return copies from the device that have ended, with the seconds each took; None: it failed."""
         self._out.drain()
-        ended = [copy for copy in self._outgoing if copy.ticket.done()]
-        if ended:
-            self._outgoing = [copy for copy in self._outgoing if copy not in ended]
+        ended, self._outgoing = split_ended(self._outgoing)
         return [(copy, self._count(copy, self.to_host)) for copy in ended]
 
     def take_in(self) -> list[tuple[CopyIn, float | None]]:
         """Return copies to the device that have ended, with the seconds each took; None: it failed."""
         self._in.drain()
-        ended = [copy for copy in self._incoming if copy.ticket.done()]
-        if ended:
-            self._incoming = [copy for copy in self._incoming if copy not in ended]
+        ended, self._incoming = split_ended(self._incoming)
         return [(copy, self._count(copy, self.to_device)) for copy in ended]
 
     def entries(self) -> Iterator[Entry]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from spillover.memory.spill.loads import CopyEnd, Load, LoadState
+from spillover.memory.spill.loads import CopyEnd, CopyIn, CopyOut, Load, LoadState
 from spillover.memory.tiers.base import MappedTier, Ticket, Tier
 from spillover.memory.transfer.link import DeviceLink
 
@@ -40,7 +40,7 @@ class DirectIn:
     ticket: Ticket[bool]
 
 
-_Copy = TypeVar("_Copy", DirectOut, DirectIn)
+_Copy = TypeVar("_Copy", DirectOut, DirectIn, CopyOut, CopyIn)
 
 
 class DirectCopies:
@@ -105,16 +105,16 @@ class DirectCopies:
 
     def take_out(self) -> list[DirectOut]:
         """Return the copies from the device that have ended."""
-        ended, self._outgoing = _ended(self._outgoing)
+        ended, self._outgoing = split_ended(self._outgoing)
         return ended
 
     def take_in(self) -> list[DirectIn]:
         """Return the copies to the device that have ended."""
-        ended, self._incoming = _ended(self._incoming)
+        ended, self._incoming = split_ended(self._incoming)
         return ended
 
 
-def _ended(copies: list[_Copy]) -> tuple[list[_Copy], list[_Copy]]:
+def split_ended(copies: list[_Copy]) -> tuple[list[_Copy], list[_Copy]]:
     """Return the copies that have ended, and the others; a worker may end one meanwhile."""
     ended: list[_Copy] = []
     others: list[_Copy] = []

@@ -87,7 +87,6 @@ class DiskTier:
         self.path = Path(path)
         self.capacity_bytes = capacity_bytes
         self.payload_bytes = payload_bytes
-        self.recovered = 0  # records found at the start
         self.dropped = 0  # records that were not whole, and are gone
         needed = FIXED_BYTES + segment_cost(1, payload_bytes)
         if capacity_bytes < needed:
@@ -331,7 +330,7 @@ class DiskTier:
             self._last_use = record.used
         for segment, index, backed in found.unused:
             self._table.add(segment, index, backed)
-        self.recovered, self.dropped = len(found.records), found.dropped
+        self.dropped = found.dropped
 
     def _let_go(self) -> None:
         for segment in self._segments:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import xxhash
 
@@ -74,22 +75,9 @@ class Disks:
 
     def stats(self) -> TierStats:
         """Return sums over the disks; available while any disk is."""
-        each = [disk.stats() for disk in self.disks]
-        return TierStats(
-            blocks=sum(s.blocks for s in each),
-            bytes=sum(s.bytes for s in each),
-            capacity_bytes=sum(disk.capacity_bytes for disk in self.disks),
-            stores=sum(s.stores for s in each),
-            loads=sum(s.loads for s in each),
-            load_failures=sum(s.load_failures for s in each),
-            store_failures=sum(s.store_failures for s in each),
-            evictions=sum(s.evictions for s in each),
-            bytes_written=sum(s.bytes_written for s in each),
-            bytes_read=sum(s.bytes_read for s in each),
-            seconds_writing=sum(s.seconds_writing for s in each),
-            seconds_reading=sum(s.seconds_reading for s in each),
-            available=any(s.available for s in each),
-        )
+        each = [asdict(disk.stats()) for disk in self.disks]
+        sums = {name: sum(stats[name] for stats in each) for name in each[0]}
+        return TierStats(**sums | {"available": any(stats["available"] for stats in each)})
 
     def close(self, deadline: float) -> None:
         for disk in self.disks:

@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats
 from spillover.memory.tiers.health import Health
@@ -67,18 +67,11 @@ class ServedTier:
 
     def store(self, items: Items) -> list[Ticket[bool]]:
         self._check(items)
-        self.poll()
-        if not self._takes_blocks():
-            self._store_failures += len(items)
-            return [Ticket.ended(False) for _ in items]
-        return self._submit_batches(self._writing, "store", items, self._store, self._batch)
+        return self._submit_batches("store", items, self._store, self._batch)
 
     def load(self, items: Items) -> list[Ticket[bool]]:
         self._check(items)
-        self.poll()
-        if not self._usable():
-            return [Ticket.ended(False) for _ in items]
-        return self._submit_batches(self._reading, "load", items, self._load, self._batch)
+        return self._submit_batches("load", items, self._load, self._batch)
 
     def poll(self) -> None:
         for lane in (self._lookups, self._reading, self._writing):
@@ -196,9 +189,16 @@ class ServedTier:
     def _submit_probe(self) -> Ticket[Any]:
         return self._submit(self._lookups, "probe", self._probe, time.monotonic() + self._seconds)
 
-    def _submit_batches(self, lane: Lane, kind: str, items: Sequence[T],
+    def _submit_batches(self, kind: Literal["store", "load"], items: Sequence[T],
                         do: Callable[[Sequence[T], float], list[bool | Exception]], most: int) -> list[Ticket[bool]]:
-        """Submit requests of at most n items each, by whose results their tickets end."""
+        """Submit requests of at most n items each, by whose results their tickets end; where the server cannot be
+        asked, they have ended."""
+        self.poll()
+        storing = kind == "store"
+        if not (self._takes_blocks() if storing else self._usable()):
+            self._store_failures += len(items) if storing else 0
+            return [Ticket.ended(False) for _ in items]
+        lane = self._writing if storing else self._reading
         tickets: list[Ticket[bool]] = []
         deadline = time.monotonic() + self._seconds
         for start in range(0, len(items), most):

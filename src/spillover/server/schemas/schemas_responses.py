@@ -69,16 +69,11 @@ InputItem = Annotated[Annotated[InputMessage, Tag("message")] | Annotated[Functi
                       | Annotated[FunctionCallOutput, Tag("function_call_output")], Discriminator(_item_type)]
 
 
-class FunctionTool(RequestModel):
+class FunctionTool(FunctionDefinition):
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
     def as_tool(self) -> Tool:
-        return Tool(type="function", function=FunctionDefinition(
-            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict))
+        return Tool(type="function", function=FunctionDefinition(**self.model_dump(exclude={"type"})))
 
 
 class NamedFunctionChoice(RequestModel):

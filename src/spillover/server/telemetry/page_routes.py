@@ -14,13 +14,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from spillover.server.access import Sent
 from spillover.server.api.errors import REFUSALS
 from spillover.server.auth import ANONYMOUS
 from spillover.server.telemetry.recorder import CLIENT_LEFT
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from spillover.server.telemetry.recorder import Recorder
 
@@ -88,22 +89,15 @@ class CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = CLIENT_LEFT
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        sent = Sent(send)
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, sent)
         except Exception:
-            status = 500 if status == CLIENT_LEFT else status
+            sent.status = 500 if sent.status == CLIENT_LEFT else sent.status
             raise
         finally:
             recorder: Recorder = self._state.recorder
-            recorder.count_http(getattr(scope.get("route"), "path", "unknown"), status)
+            recorder.count_http(getattr(scope.get("route"), "path", "unknown"), sent.status)
             if scope.get("spillover.refusal") in REFUSALS:
                 recorder.count_refusal(scope["spillover.refusal"])
             if scope.get("spillover.jobs"):

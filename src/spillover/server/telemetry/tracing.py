@@ -21,13 +21,14 @@ from prometheus_client import CollectorRegistry, Counter
 import spillover
 from spillover.engine.requests.request import Request
 from spillover.errors import SpilloverError
+from spillover.server.access import Sent
 from spillover.server.telemetry.tier_metrics import PREFIX
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExportResult
     from opentelemetry.trace import Span
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from spillover.server.engine.async_llm import AsyncLLM
 
@@ -179,22 +180,15 @@ class TraceRequests:
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
-        span, status = self._traces.begin(scope), 499  # nothing was sent: the client had gone
+        span = self._traces.begin(scope)
         context = span.get_span_context()
         answered = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
-
-        async def traced(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"traceparent", answered.encode())]
-            await send(message)
-
+        sent = Sent(send, lambda: [(b"traceparent", answered.encode())])
         try:
-            await self._app(scope, receive, traced)
+            await self._app(scope, receive, sent)
         finally:
             try:
-                self._traces.end(span, scope, status)
+                self._traces.end(span, scope, sent.status)
             except Exception:  # a trace is never worth an answer
                 log.exception("A request could not be traced")
 

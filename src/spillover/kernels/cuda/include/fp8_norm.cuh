@@ -4,7 +4,8 @@
 // A thread holds the vectors of a row that are CONSUMERS apart. Squares are added neighbours first: those of a vector,
 // of 32 vectors in a warp, and then those parts of a row.
 //
-// Defined when this is included: INPUTS (of a row), NORMED (0: rows are taken as they are) and CONSUMERS (threads).
+// Defined when this is included: INPUTS (of a row; 0 where no row is held), NORMED (0: rows are taken as they are) and
+// CONSUMERS (threads).
 
 constexpr int VECTORS = INPUTS / 8;
 constexpr int HELD = INPUTS > 0 ? (VECTORS + CONSUMERS - 1) / CONSUMERS : 1;

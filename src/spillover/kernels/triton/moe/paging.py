@@ -35,7 +35,7 @@ _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
-    """Resolve as kernels.moe.paging.resolve does."""
+    """Resolve as kernels.moe.paging.resolve_reference does."""
     pairs, k, passes = ids.numel(), ids.shape[1], table.passes(ids.numel())
     assert pairs <= table.log.shape[2]
     counts = torch.empty(passes, 2, dtype=torch.int32, device=ids.device)
@@ -84,10 +84,9 @@ def post(x: Tensor, resolution: Resolution, layer: int, mail: HostExpertQueue) -
 
 def gather_and_post(
     x: Tensor, resolution: Resolution, layer: int, records: Tensor, slots: Tensor, mail: HostExpertQueue,
-    programs: int = GATHER_PROGRAMS, nbytes: int = GATHER_BYTES, warps: int = GATHER_WARPS,
 ) -> None:
     """Run `gather` and `post` side by side."""
-    _gather_and_post(resolution, records, slots, x, mail, layer, programs, nbytes, warps)
+    _gather_and_post(resolution, records, slots, x, mail, layer, GATHER_PROGRAMS, GATHER_BYTES, GATHER_WARPS)
 
 
 def _gather_and_post(
