@@ -5,7 +5,11 @@ Without a card the kernels run emulated.
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,3 +257,19 @@ def test_kernels_are_compiled_when_products_are_prepared(monkeypatch: pytest.Mon
     spec = WeightSpec("o", (32, 256), (Source(("o",), (32,)),), GroupedInt(4, 128, "float16"))
     prepare_products(kept_on({"layers.0": [spec]}, "cuda", "bfloat16", True), Target("bfloat16", DEVICE), 64)
     assert asked == [(Form(4, 1, "HALF"), torch.bfloat16, DEVICE)]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("form", [Form(8, 1, "BFLOAT", zeros=True), Form(8, 8, "SIGNED")], ids=["int8", "Q6_K"])
+def test_products_of_many_rows_spill_no_registers(form: Form, tmp_path: Path) -> None:
+    """In 8 bits four warpgroups hold the most."""
+    done = subprocess.run(
+        ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *form.options(torch.bfloat16),
+         f"-I{cuda.SOURCE.parent / 'include'}", cuda.SOURCE, "-o", tmp_path / "kernel.cubin"],
+        check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"Compiling entry function '(many_rows\w+)'.*\n.*\n.* (\d+) bytes spill stores", done.stderr)
+    spilled = dict(found)
+    assert len(spilled) == len({cut.kernel for cut in cuda.MANY_CUTS}), done.stderr
+    assert set(spilled.values()) == {"0"}, spilled
+    assert "serialized" not in done.stderr, done.stderr  # products that wait for one another
