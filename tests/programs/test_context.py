@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from spillover.models.tokenizer import Tokenizer
-from spillover.programs.backend import Answer, Lifetime, Message, OnText, Prompt, Score
+from spillover.programs.backend import Answer, Message, OnText, Prompt, Score
 from spillover.programs.context import Context
+from spillover.programs.lifetime import Lifetime
 from spillover.programs.prefix_gate import PrefixGate
 
 TEMPLATES = {

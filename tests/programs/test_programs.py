@@ -29,7 +29,8 @@ from spillover.programs import (
     system,
     user,
 )
-from spillover.programs.backend import Backend, Lifetime, Message, ProgramCancelled
+from spillover.programs.backend import Backend, Message
+from spillover.programs.lifetime import Lifetime, ProgramCancelled
 from spillover.programs.prefix_gate import PrefixGate
 from spillover.programs.recording import RecordingBackend, findable
 from support.servers.running_server import until

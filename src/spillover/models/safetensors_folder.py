@@ -7,12 +7,11 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from safetensors import SafetensorError, safe_open
 
 from spillover.errors import CheckpointError, shown
-from spillover.models.checkpoint import Checkpoint
 from spillover.models.config import METHODS, MOST, named, token_ids
 from spillover.units import format_bytes
 
@@ -39,7 +38,7 @@ class _Entry:
     shape: tuple[int, ...]
 
 
-class SafetensorsCheckpoint(Checkpoint):
+class SafetensorsCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = read_config(path)
@@ -79,6 +78,12 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def close(self) -> None:
         """Do nothing: no file is held open between reads."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _entry(self, name: str) -> _Entry:
         try:

@@ -12,9 +12,10 @@
 
 from __future__ import annotations
 
-from spillover.programs.backend import ProgramCancelled, ProgramError, TokenCounts
+from spillover.programs.backend import TokenCounts
 from spillover.programs.backends import backend_of, set_default_backend
 from spillover.programs.expressions import assistant, gen, image, select, system, user, video
+from spillover.programs.lifetime import ProgramCancelled, ProgramError
 from spillover.programs.program import Program, Stream, program
 from spillover.programs.run import Chunk
 from spillover.programs.state import Forks, State

@@ -7,7 +7,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from spillover.programs.backend import Backend, ProgramError
+from spillover.programs.backend import Backend
+from spillover.programs.lifetime import ProgramError
 
 if TYPE_CHECKING:
     from spillover.programs.http_backend import HttpBackend

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import copy
 
-from spillover.programs.backend import Answer, Backend, Message, ProgramError, Prompt
+from spillover.programs.backend import Answer, Backend, Message, Prompt
 from spillover.programs.expressions import Role
+from spillover.programs.lifetime import ProgramError
 
 
 class Context:

@@ -19,15 +19,14 @@ from spillover.programs.backend import (
     CONSTRAINTS,
     Answer,
     Backend,
-    Lifetime,
     Message,
     OnText,
-    ProgramError,
     Prompt,
     Score,
     TokenCounts,
     constraint,
 )
+from spillover.programs.lifetime import Lifetime, ProgramError
 from spillover.programs.prefix_gate import PrefixGate
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, get_args
 
 from spillover.errors import did_you_mean
-from spillover.programs.backend import CONSTRAINTS, ProgramError
+from spillover.programs.backend import CONSTRAINTS
+from spillover.programs.lifetime import ProgramError
 
 Normalised = Literal["tokens", "bytes", "sum"]
 Role = Literal["system", "user", "assistant"]

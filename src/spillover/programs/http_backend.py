@@ -22,17 +22,8 @@ from typing import TYPE_CHECKING, Any
 from spillover.bench.serving.served_model import ServedModel, ServerTokenizer
 from spillover.bench.serving.sse import EventParser
 from spillover.errors import SpilloverError
-from spillover.programs.backend import (
-    CONSTRAINTS,
-    Answer,
-    Lifetime,
-    Message,
-    OnText,
-    ProgramError,
-    Prompt,
-    Score,
-    TokenCounts,
-)
+from spillover.programs.backend import CONSTRAINTS, Answer, Message, OnText, Prompt, Score, TokenCounts
+from spillover.programs.lifetime import Lifetime, ProgramError
 from spillover.programs.prefix_gate import PrefixGate
 
 if TYPE_CHECKING:

@@ -12,10 +12,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from spillover.programs.backend import Lifetime
+from spillover.programs.lifetime import Lifetime
 
 MOST_BLOCKS = 1 << 16  # remembered; those not used for longest are forgotten
 LOOK_SECONDS = 0.2  # between looks whether the run was cancelled

@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import Any, overload
 
 from spillover.errors import SpilloverError
-from spillover.programs.backend import Backend, Lifetime, ProgramError
+from spillover.programs.backend import Backend
 from spillover.programs.backends import backend_of
 from spillover.programs.expressions import check_options
+from spillover.programs.lifetime import Lifetime, ProgramError
 from spillover.programs.run import Chunk, Run
 from spillover.programs.state import State
 from spillover.progress import counted

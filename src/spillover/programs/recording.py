@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spillover.programs.backend import Answer, Backend, Lifetime, Message, OnText, Prompt, Score, TokenCounts
+from spillover.programs.backend import Answer, Backend, Message, OnText, Prompt, Score, TokenCounts
+from spillover.programs.lifetime import Lifetime
 
 
 @dataclass

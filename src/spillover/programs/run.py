@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from spillover.programs.backend import Backend, Lifetime, ProgramError
+from spillover.programs.backend import Backend
 from spillover.programs.context import Context
+from spillover.programs.lifetime import Lifetime, ProgramError
 from spillover.programs.state import State
 
 LEAVE_SECONDS = 30.0  # for the requests of a cancelled run to end

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spillover.errors import SpilloverError, did_you_mean
-from spillover.programs.backend import Message, ProgramCancelled, ProgramError, TokenCounts
+from spillover.programs.backend import Message, TokenCounts
 from spillover.programs.context import Context
 from spillover.programs.expressions import MAX_TOKENS, Expression, Gen, Role, Select, Spoken, Text, parts_of
+from spillover.programs.lifetime import ProgramCancelled, ProgramError
 from spillover.programs.steps import generate, prefill_ahead, select_likeliest
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from spillover.errors import SpilloverError
-from spillover.programs.backend import ProgramError, Prompt
+from spillover.programs.backend import Prompt
 from spillover.programs.expressions import Select, normalise
+from spillover.programs.lifetime import ProgramError
 
 if TYPE_CHECKING:
     from spillover.programs.run import Run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,3 +95,9 @@ class Resolution:
     place: Tensor  # int32 [P]: which of `hosted` a pair is, NONE where the device computes it
     row: Tensor | None = None  # int32 [E]: slots of the experts of this pass, else NONE; None: as the page table says
     later: tuple[Resolution, ...] = ()  # what is to be gathered before each further pass, and its row
+
+    @classmethod
+    def in_passes(cls, counts: Tensor, gathers: Tensor, to_host: Tensor, place: Tensor, rows: Tensor) -> Resolution:
+        """Return the resolution of counts [passes, 2], gathers [passes, P, 2] and rows [passes, E]."""
+        first, *later = (cls(counts[turn], gathers[turn], to_host, place, rows[turn]) for turn in range(len(rows)))
+        return replace(first, later=tuple(later))

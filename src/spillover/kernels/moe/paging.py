@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -91,13 +90,7 @@ def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor |
             to_host[row] = torch.tensor([pair // k, expert, pair, 0])
             place[pair] = row
             counts[0, 1] += 1
-    return in_passes(*(each.to(ids.device) for each in (counts, gathers, to_host, place, rows)))
-
-
-def in_passes(counts: Tensor, gathers: Tensor, to_host: Tensor, place: Tensor, rows: Tensor) -> Resolution:
-    """Return the resolution of counts [passes, 2], gathers [passes, P, 2] and rows [passes, E]."""
-    first, *later = (Resolution(counts[turn], gathers[turn], to_host, place, rows[turn]) for turn in range(len(rows)))
-    return replace(first, later=tuple(later))
+    return Resolution.in_passes(*(each.to(ids.device) for each in (counts, gathers, to_host, place, rows)))
 
 
 def _vacate(table: PageTable, layer: int, step: int, asked: list[int]) -> int:

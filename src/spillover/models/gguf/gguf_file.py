@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from spillover.errors import CheckpointError
 from spillover.kernels.formats.gguf_codes import Codes
-from spillover.models.checkpoint import Checkpoint
 from spillover.models.gguf.gguf_codes import codes_of, has_codes
 from spillover.models.gguf.gguf_config import experts_are_mxfp4, hf_config, is_mixtral
 from spillover.models.gguf.gguf_header import GGUFTensor, read_header
@@ -54,7 +54,7 @@ class _View:
     read_code_rows: Callable[[int, int], Codes] | None = None
 
 
-class GGUFCheckpoint(Checkpoint):
+class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         header = read_header(path)
@@ -111,6 +111,12 @@ class GGUFCheckpoint(Checkpoint):
         self._threads.shutdown()
         while self._files:
             os.close(self._files.popitem()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _view(self, name: str) -> _View:
         try:

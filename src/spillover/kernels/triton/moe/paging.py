@@ -15,7 +15,6 @@ from spillover.kernels.moe import host_expert_queue as places
 from spillover.kernels.moe import page_table
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.page_table import PATIENCE, PageTable, Resolution
-from spillover.kernels.moe.paging import in_passes
 from spillover.kernels.triton.launch import early
 
 GATHER_PROGRAMS = 8  # each keeps GATHER_BYTES on their way over the link
@@ -53,7 +52,7 @@ def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = No
         PADDED_PAIRS=triton.next_power_of_2(pairs), LOG_ROWS=log_rows, LOG_PAIRS=log_pairs,
         PADDED_LOG=triton.next_power_of_2(most), num_warps=1 if table.experts <= 256 else 4, **early(ids.device),
     )
-    return in_passes(counts, gathers, hosted, place, rows)
+    return Resolution.in_passes(counts, gathers, hosted, place, rows)
 
 
 def assign(ids: Tensor, hosted: Tensor) -> Resolution:
