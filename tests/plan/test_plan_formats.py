@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from spillover.cli.plan.plan_quantizations import notes
+from spillover.cli.plan.plan_quantizations import notes, quantizations_table
 from spillover.engine import planned as planning
 from spillover.engine.config import EngineConfig
 from spillover.engine.plan_formats import SHARES, FormatPlan, plan_formats
+from spillover.units import format_bytes
 from support.plan_shapes import CPU, GIB, RATES
 
 MODEL: dict[str, Any] = {
@@ -57,6 +61,19 @@ def test_a_speed_is_predicted_only_where_its_share_was_measured(here: Path) -> N
     assert whole.decode is not None
     assert whole.decode.predicted == pytest.approx(0.73 * whole.decode.limit)
     assert any("No share was measured of" in note and "int4" in note for note in notes(list(rows.values())))
+
+
+def test_the_table_fits_a_terminal_of_80_columns(here: Path) -> None:
+    console = Console(width=80, file=io.StringIO())
+    rows = rows_of(here)
+    console.print(quantizations_table(list(rows.values())))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    for name, row in rows.items():
+        if row.weight_bytes is not None:
+            kind, weights = re.escape(name.split(",")[0]), re.escape(format_bytes(row.weight_bytes))
+            assert re.search(rf"│ {kind}\b.* {weights} .* (of|at most) ", shown), shown
 
 
 def test_no_prediction_is_above_its_limit() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from spillover.bench.table import make_table
 from spillover.engine.config import EngineConfig
-from spillover.units import format_bytes, format_rate
+from spillover.units import format_bytes
 
 if TYPE_CHECKING:
     from spillover.engine.plan_formats import FormatPlan, Speed
@@ -41,36 +41,57 @@ def run_quantizations(console: Console, config: EngineConfig, as_json: bool) -> 
 
 
 def quantizations_table(rows: Sequence[FormatPlan]) -> Table:
-    table = make_table("Quantisations", "Format", "Weights", "On the device", "KV tokens", "Decode, 1 request", "limit",
-                       "Prefill", "limit", "How", text=("On the device", "How"),
-                       caption="Rates in tok/s. Limits: the format's bytes and FLOPs at rates measured now. Decode and "
-                               "prefill: the limit times the share of it that was measured for such weights.")
+    table = make_table("Quantisations", "Format", "Weights", "Fits", "KV tokens", "Decode", "Prefill", text=("Fits",),
+                       caption="tok/s of one request. Limits (of, at most): the format's bytes and FLOPs at rates "
+                               "measured now. Before them: the share of the limit that such weights were measured "
+                               "to reach. *: what the checkpoint is in.")
     for row in rows:
-        name = f"{row.name} (the checkpoint)" if row.own else row.name
+        name = f"{row.name} *" if row.own else row.name
         if row.weight_bytes is None or row.kv_tokens is None:
-            table.add_row(name, "", "no", "", "", "", "", "", row.how)
+            table.add_row(name, "", "no", "", "", "")
             continue
         table.add_row(name, format_bytes(row.weight_bytes), "all" if row.resident else "in part",
-                      f"{row.kv_tokens:,}", *_speed(row.decode), *_speed(row.prefill), row.how,
+                      f"{row.kv_tokens:,}", _speed(row.decode), _speed(row.prefill),
                       style=None if row.resident else "dim")
     return table
 
 
 def notes(rows: Sequence[FormatPlan]) -> list[str]:
-    """Return where measured shares are from, and why a format cannot be had."""
-    named: dict[str, list[str]] = {}
-    for row in rows:
-        if row.source:
-            named.setdefault(row.source, []).append(row.name)
-    said = [f"Share of the limit, {'; '.join(names)}: {source}." for source, names in named.items()]
+    """Return how to have each format, what bounds it, where measured shares are from, and why one cannot be had."""
+    from spillover.engine.plan_formats import NO_LIMIT
+
+    said = [f"{row.name}: {row.how}" for row in rows if row.how and not row.own]
+    for what, speeds in (("Decode", [row.decode for row in rows]), ("Prefill", [row.prefill for row in rows])):
+        bounds = _named((row.name, speed.bound) for row, speed in zip(rows, speeds, strict=True) if speed is not None)
+        unbound = bounds.pop(NO_LIMIT, None)
+        said += [f"{what} is bound by {bound}{f': {names}' if len(bounds) > 1 or unbound else ''}." for bound, names in
+                 bounds.items()]
+        if unbound:
+            said.append(f"{what} has no limit that is known, as products in codes are no float32 ones: {unbound}.")
+    shares = _named((row.name, row.source) for row in rows if row.source)
+    said += [f"Share of the limit, {names}: {source}." for source, names in shares.items()]
     unmeasured = [row.name for row in rows if row.weight_bytes is not None and row.resident and not row.source]
     if unmeasured:
         said.append(f"No share was measured of {'; '.join(unmeasured)}: only the limit is known.")
     return said + [f"{row.name}: {row.why}" for row in rows if row.why]
 
 
-def _speed(speed: Speed | None) -> tuple[str, str]:
-    if speed is None:
-        return "", ""
-    predicted = "" if speed.predicted is None else format_rate(speed.predicted, "").strip()
-    return predicted, f"{format_rate(speed.limit, '').strip()} ({speed.bound})"
+def _named(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the names of each thing that is said, in one line."""
+    found: dict[str, list[str]] = {}
+    for name, said in pairs:
+        found.setdefault(said, []).append(name)
+    return {said: "; ".join(names) for said, names in found.items()}
+
+
+def _speed(speed: Speed | None) -> str:
+    from spillover.engine.plan_formats import NO_LIMIT
+
+    if speed is None or speed.bound == NO_LIMIT:
+        return ""
+    limit = _rate(speed.limit)
+    return f"at most {limit}" if speed.predicted is None else f"{_rate(speed.predicted)} of {limit}"
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e3:,.1f}k" if value >= 10_000 else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
