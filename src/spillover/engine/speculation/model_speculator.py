@@ -136,6 +136,7 @@ class ModelSpeculator(AdaptiveSpeculator):
         return survival
 
     def end(self, request: Request) -> None:
+        self._choice = None  # it names the request
         self._left_out.pop(request, None)
         self._ready.discard(request)
         if request.num_output > 0:
