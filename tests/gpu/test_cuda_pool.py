@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from spillover import LLM, SamplingParams
+from spillover.memory.shared_pool import tier
 from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.transfer.host_pool import HostPool
 from spillover.memory.transfer.link import DeviceLink
@@ -27,6 +28,13 @@ FLAGS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16
                          "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 6,
                          "max_num_batched_tokens": 64, "gpu_memory": "2GB"}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer for the pool: on a busy machine pinning its memory for the first time takes more than a second."""
+    monkeypatch.setattr(tier, "TIMEOUT_SECONDS", 20.0)
+    monkeypatch.setattr(tier, "LOOKUP_SECONDS", 20.0)
 
 
 def settle(llm: LLM) -> None:
