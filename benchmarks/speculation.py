@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ import click
 from gpu_workload import MODELS, opened
 
 from spillover import LLM, SamplingParams
+from spillover.engine.output.outputs import DraftCounts
+from spillover.engine.speculation.speculator import SpeculationStats
 
 REPETITIVE = [
     "Repeat this list three times, exactly: apples, 3 pears, 12 lemons, bread, oat milk, 4 eggs, butter, tea.",
@@ -74,18 +77,29 @@ def prompts(llm: LLM, workload: str, count: int, turn: int) -> list[list[int]]:
     return [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
 
 
-def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tuple[float, list[list[int]], Any]:
-    """Return seconds, tokens and what was drafted."""
+@dataclass(frozen=True)
+class Run:
+    seconds: float
+    drafts: DraftCounts
+    steps: int
+    verify_steps: int
+    draft_seconds: float
+    verify_seconds: float
+
+
+def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tuple[list[list[int]], Run]:
+    """Return the tokens, and what they took."""
     llm.reset_prefix_cache()
     params = [SamplingParams(temperature=temperature, seed=index, max_tokens=length, ignore_eos=True)
               for index in range(len(asked))]
-    begun = time.perf_counter()
+    before, begun = llm.stats(), time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": one} for one in asked], params, use_tqdm=False)
-    seconds = time.perf_counter() - begun
-    drafts = outputs[0].drafts
-    for output in outputs[1:]:
-        drafts += output.drafts
-    return seconds, [list(output.outputs[0].token_ids) for output in outputs], drafts
+    seconds, after = time.perf_counter() - begun, llm.stats()
+    drafts = sum((output.drafts for output in outputs), DraftCounts())
+    was, now = before.speculation or SpeculationStats(), after.speculation or SpeculationStats()
+    return [list(output.outputs[0].token_ids) for output in outputs], Run(
+        seconds, drafts, after.steps - before.steps, now.steps - was.steps, now.draft_seconds - was.draft_seconds,
+        now.verify_seconds - was.verify_seconds)
 
 
 @click.command()
@@ -141,7 +155,7 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
         engines = {name: stack.enter_context(opened(model, **flags, **way) if model in MODELS
                                              else LLM(model, **flags, **way)) for name, way in ways.items()}
         for workload in workloads:
-            found: dict[str, list[tuple[float, Any]]] = {name: [] for name in engines}
+            found: dict[str, list[Run]] = {name: [] for name in engines}
             for llm in engines.values():
                 run(llm, prompts(llm, workload, requests, -1), 8, temperature)
             for repeat in range(repeats):
@@ -149,11 +163,11 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
                 order = list(engines)[repeat % len(engines):] + list(engines)[:repeat % len(engines)]
                 for name in order:
                     heat = max(temperature, 1.0) if workload == "random" else temperature
-                    seconds, said, drafts = run(engines[name], asked, length, heat)
+                    said, measured = run(engines[name], asked, length, heat)
                     expected = expected or said
                     if simulate is None and said != expected:
                         raise click.ClickException(f"{name} says something else than the others on '{workload}'")
-                    found[name].append((seconds, drafts))
+                    found[name].append(measured)
             results += [summary(workload, name, runs, found["plain"], requests * length, simulate is not None)
                         for name, runs in found.items()]
             for row in results[-len(found):]:
@@ -190,13 +204,16 @@ def speculating(method: str, tokens: int | None) -> dict[str, Any]:
     return {"speculative_config": config if tokens is None else {**config, "num_speculative_tokens": tokens}}
 
 
-def summary(workload: str, name: str, runs: list[tuple[float, Any]], plain: list[tuple[float, Any]], tokens: int,
+def summary(workload: str, name: str, runs: list[Run], plain: list[Run], tokens: int,
             simulated: bool) -> dict[str, Any]:
-    ratios = [usual / seconds for (usual, _), (seconds, _) in zip(plain, runs, strict=True)]
-    drafts = runs[0][1]
-    for _, more in runs[1:]:
-        drafts += more
-    return {"workload": workload, "way": name, "tokens_per_second": tokens / statistics.median(s for s, _ in runs),
+    ratios = [usual.seconds / each.seconds for usual, each in zip(plain, runs, strict=True)]
+    drafts = sum((each.drafts for each in runs), DraftCounts())
+    verify = sum(each.verify_steps for each in runs)
+    return {"workload": workload, "way": name,
+            "tokens_per_second": tokens / statistics.median(each.seconds for each in runs),
+            "step_ms": 1e3 * sum(each.seconds for each in runs) / sum(each.steps for each in runs),
+            "draft_ms": 1e3 * sum(each.draft_seconds for each in runs) / max(1, verify),
+            "verify_ms": 1e3 * sum(each.verify_seconds for each in runs) / max(1, verify),
             "speed": statistics.median(ratios), "speeds": ratios, "drafts": drafts.drafts, "drafted": drafts.tokens,
             "accepted": drafts.accepted, "accepted_by_position": list(drafts.by_position),
             "tokens_per_pass": drafts.tokens_per_pass, "simulated": simulated and name != "plain"}
@@ -208,7 +225,7 @@ def describe(row: dict[str, Any]) -> str:
     if row["drafts"]:
         shares = " ".join(f"{count / row['drafts']:.2f}" for count in row["accepted_by_position"])
         line += (f"  {row['accepted']} of {row['drafted']} accepted, {row['tokens_per_pass']:.2f} tokens a pass with a "
-                 f"draft; by position {shares}")
+                 f"draft; by position {shares}; {row['draft_ms']:.2f} ms a draft, {row['verify_ms']:.2f} ms its step")
     return line + (" (simulated acceptance)" if row["simulated"] else "")
 
 

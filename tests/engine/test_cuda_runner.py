@@ -19,7 +19,7 @@ if torch.cuda.is_available():
 
 from spillover import LLM, SamplingParams
 from spillover.engine import assemble
-from spillover.engine.batch import sampler
+from spillover.engine.batch import sampler, step_result
 from spillover.engine.batch.step_layout import ARRAYS
 from spillover.engine.cuda import graphs
 from spillover.engine.cuda.cuda_runner import CudaRunner
@@ -27,7 +27,7 @@ from spillover.engine.cuda.decode_inputs import DecodeInputs
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
 from spillover.engine.cuda.step_writer import StepWriter
 from spillover.engine.output.outputs import RequestOutput
-from spillover.engine.speculation.head_drafter import HeadDrafter
+from spillover.engine.step import StepItem
 from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.cuda_kernels import CudaKernels
 from support.kernels import quick_interpreter
@@ -235,7 +235,7 @@ def test_drafts_of_a_draft_model_are_those_of_the_plain_runner(tmp_path: Path,
 
 def test_drafts_of_a_head_are_those_of_the_plain_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head drafts in a layer of the model's blocks: behind a chunked prompt and a prefix that was found, and for some
-    requests fewer tokens than for others."""
+    requests fewer tokens than for others. The device keeps the drafts, but while a request's penalties need them."""
     head = {**MODEL, "num_hidden_layers": 1, "use_sliding_window": False, "draft_vocab_size": 61, "num_attention_heads":
             4, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
     for name, config in (("model", MODEL), ("head", head)):
@@ -244,25 +244,31 @@ def test_drafts_of_a_head_are_those_of_the_plain_runner(tmp_path: Path, monkeypa
     rng = random.Random(4)
     prompts = [[rng.randrange(97) for _ in range(count)] for count in (17, 2)]
     prompts.append(prompts[0])
-    params = [SamplingParams(temperature=index % 2 * 0.8, max_tokens=3 + index, ignore_eos=True, seed=index)
-              for index in range(3)]
+    params = [SamplingParams(temperature=index % 2 * 0.8, max_tokens=(4, 4, 7)[index], ignore_eos=True, seed=index,
+                             repetition_penalty=(1.3, 1.0, 1.0)[index]) for index in range(3)]
     drafts: list[tuple[int, ...]] = []
-    propose = HeadDrafter.propose
+    accepted = step_result.accepted
 
-    def noted(drafter: HeadDrafter, asked: Any) -> Any:
-        found = propose(drafter, asked)
-        drafts.extend(draft.tokens for draft in found)
-        return found
+    def noted(item: StepItem, drawn: Any, request: Any, simulated: Any, draft: Any) -> Any:
+        if item.draft:
+            assert item.draft_on_device == (draft is not None)
+            on_device.append(item.draft_on_device)
+            drafts.append(tuple((draft or item.draft)[:len(item.draft)]))
+        return accepted(item, drawn, request, simulated, draft)
 
-    monkeypatch.setattr(HeadDrafter, "propose", noted)
+    on_device: list[bool] = []
+    monkeypatch.setattr(step_result, "accepted", noted)
     flags: dict[str, Any] = {"speculative_adaptive": False, "async_scheduling": False,
                              "speculative_config": {"method": "eagle3", "model": str(tmp_path / "head"),
                                                     "num_speculative_tokens": 2}}
     plain = generate(tmp_path / "model", prompts, params, **flags)
     expected, drafts[:] = list(drafts), []
+    assert not any(on_device)
     steps = use_the_device(monkeypatch)
     rows = check_templates(monkeypatch)
+    on_device.clear()
     found = generate(tmp_path / "model", prompts, params, **flags)
+    assert set(on_device) == {True, False}
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
     assert drafts == expected
     assert {len(draft) for draft in drafts} >= {1, 2}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spillover.engine.loop import LaunchedStep
-from spillover.engine.step import DraftItem, Step
+from spillover.engine.step import DraftItem, HeadDrafts, Step
 from support.models.eagle_heads import ReferenceHead
 
 Tokens = tuple[int, ...]
@@ -41,9 +41,9 @@ class WatchedDrafts:
                     watched._own[item.id][position] = not follows
             return launched
 
-        def watched_draft(items: Sequence[DraftItem]) -> list[Tokens]:
-            found: list[Tokens] = draft(items)
-            for item, tokens in zip(items, found, strict=True):
+        def watched_draft(items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
+            found: HeadDrafts = draft(items, wait=True)
+            for item, tokens in zip(items, found.tokens, strict=True):
                 assert len(tokens) in (0, item.count)
                 if tokens:
                     before = tuple(runner.table[item.id].token_ids[:item.start + 1])

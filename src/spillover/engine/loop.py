@@ -11,7 +11,7 @@ from spillover.engine.batch.step_result import PromptObserver
 from spillover.engine.events.publisher import NoStepEvents, StepEvents
 from spillover.engine.requests.request import Request
 from spillover.engine.scheduler import Scheduler
-from spillover.engine.step import DraftItem, Step, StepResult
+from spillover.engine.step import DraftItem, HeadDrafts, Step, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import SpilloverError
@@ -64,8 +64,9 @@ class ModelRunner(StepRunner, Protocol):
         """Return what runs a model that drafts, beside this one; None: there is none."""
         ...
 
-    def draft(self, items: Sequence[DraftItem]) -> list[tuple[int, ...]]:
-        """Let a head draft, where there is one; returns the tokens for each item."""
+    def draft(self, items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
+        """Let a head draft, where there is one. `wait`: the tokens must be known now; without it a device may keep
+        them, for the next step that names them."""
         ...
 
     @property
@@ -111,18 +112,17 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one turn and return the requests that have a new token or have ended.
 
-        With overlap, step N+1 is scheduled and launched before the results of N are taken in.
+        With overlap, step N+1 is scheduled and launched before the results of N are taken in; or, where N+1 is made of
+        these results, right behind that, before anybody looks at them.
         """
-        step = self.scheduler.schedule()
-        now = time.monotonic()
-        launched = self._launch(step) if step else None
-        self.scheduler.poll_transfers(step)
-        ended, self._launched = (self._launched, launched) if self._overlap else (launched, None)
-        started, self._launched_at = (self._launched_at, now) if self._overlap else (now, now)
-        if launched is not None:
-            self._count()
-        changed = self.scheduler.pop_ended() + self._finish(ended, started)
-        self.events.flush()
+        launched, at = self._begin()
+        if not self._overlap:
+            return self._end(launched, at)
+        ended, started, self._launched, self._launched_at = self._launched, self._launched_at, launched, at
+        changed = self._end(ended, started)
+        if launched is None and ended is not None:
+            self._launched, self._launched_at = self._begin()
+            changed += self.scheduler.pop_ended()
         return changed
 
     def drain(self) -> list[Request]:
@@ -160,6 +160,21 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return not self.failed and (self.scheduler.has_work or self._launched is not None)
+
+    def _begin(self) -> tuple[LaunchedStep | None, float]:
+        """Schedule and launch a step, if there is one; returns it, and when that was."""
+        step = self.scheduler.schedule()
+        now = time.monotonic()
+        launched = self._launch(step) if step else None
+        self.scheduler.poll_transfers(step)
+        if launched is not None:
+            self._count()
+        return launched, now
+
+    def _end(self, ended: LaunchedStep | None, started: float) -> list[Request]:
+        changed = self.scheduler.pop_ended() + self._finish(ended, started)
+        self.events.flush()
+        return changed
 
     def _finish(self, ended: LaunchedStep | None, started: float) -> list[Request]:
         if ended is None:

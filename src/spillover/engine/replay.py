@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -38,8 +38,8 @@ def recorded(engine: Engine, config: EngineConfig, plan: Plan, path: Path | str)
     if plan.placement is not None:
         raise SpilloverError("cannot record this run: its weights do not all fit on the device; raise "
                              "--gpu-memory or leave it out")
-    runner = engine.runner
-    launch = runner.launch
+    runner: Any = engine.runner
+    launch, draft = runner.launch, getattr(runner, "draft", None)
     with Path(path).open("wb") as log:
         # Played by one rank, whatever computed the run: the steps are the same.
         kept = replace(config, num_gpu_blocks_override=plan.num_blocks, gpu_memory=None, tensor_parallel_size=1,
@@ -48,13 +48,18 @@ def recorded(engine: Engine, config: EngineConfig, plan: Plan, path: Path | str)
 
         def recording(step: Step) -> LaunchedStep:
             _write(log, encode_step(step))
-            return launch(step)
+            launched: LaunchedStep = launch(step)
+            return launched
 
-        runner.launch = recording  # type: ignore[method-assign]
+        runner.launch = recording
+        if draft is not None:  # the steps must name the tokens that they verify
+            runner.draft = lambda items, wait=True: draft(items, wait=True)
         try:
             yield
         finally:
-            runner.launch = launch  # type: ignore[method-assign]
+            runner.launch = launch
+            if draft is not None:
+                runner.draft = draft
 
 
 def read(path: Path | str) -> tuple[EngineConfig, list[Step]]:

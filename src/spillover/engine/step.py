@@ -8,13 +8,17 @@ afterwards a step names it by its id and says what is new. The runner keeps what
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from spillover.engine.output.outputs import PositionLogprobs
 from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.requests.token_ids import TokenIds, from_bytes, to_bytes
+
+ON_DEVICE = -1  # a draft token that a head has drafted and only the device knows
 
 
 class Phase(enum.IntEnum):
@@ -45,7 +49,7 @@ class StepItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_samples: int  # the last rows, each of which a token is sampled from
     first_block: int  # the block table's entries from this one on are new ...
     new_blocks: tuple[tuple[int, ...], ...]  # ... one tuple per layer group; entry i holds positions [i*bs, (i+1)*bs)
-    draft: tuple[int, ...] = ()  # VERIFY: the tokens of the rows behind the first
+    draft: tuple[int, ...] = ()  # VERIFY: the tokens of the rows behind the first, or ON_DEVICE for all of them
     mask: bytes = b""  # structured output: a bit per token, set where it is allowed; 32-bit words, a row per sample
     score_prompt: bool = False  # log probabilities of the prompt's tokens are wanted for these rows
     host_blocks: tuple[int, ...] = ()  # addresses of the first blocks in host memory, whose table entries are 0
@@ -53,6 +57,10 @@ class StepItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    @property
+    def draft_on_device(self) -> bool:
+        return bool(self.draft) and self.draft[0] == ON_DEVICE
 
 
 class DraftItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -63,6 +71,13 @@ class DraftItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     count: int
     first_block: int  # the first layer group's table from this entry on ...
     blocks: tuple[int, ...]  # ... with room for the draft
+
+
+class HeadDrafts(NamedTuple):
+    """What a head has drafted for each `DraftItem`."""
+
+    tokens: list[tuple[int, ...]]  # ON_DEVICE where nobody has waited for them; () for items of nothing computed yet
+    seconds: Callable[[], float] | None = None  # that the device took, once a later step has ended; None: it has ended
 
 
 def scored_positions(item: StepItem, request: NewRequest) -> slice:

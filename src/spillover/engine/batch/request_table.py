@@ -74,6 +74,8 @@ class RequestTable:
         self.tracks_rows = False  # for a head that drafts: rows [first, end) of each request's last step
         self.first_row = np.zeros(count, dtype=np.int64)
         self.end_row = np.zeros(count, dtype=np.int64)
+        # Where the last drafts lie that only the device knows: rows of the last step's samples, by request.
+        self.drafted: dict[int, npt.NDArray[np.int32]] = {}
         self._rows: dict[int, Row] = {}
         self._free = list(range(count - 1, -1, -1))
         self._group_stride = (count + 1) * width

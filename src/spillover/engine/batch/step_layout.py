@@ -71,7 +71,8 @@ class StepArrays:
     """What kernels read of a step: T rows of B requests, R of them sampled from; in each array padding comes last."""
 
     token_ids: npt.NDArray[np.int64]  # [T]; 0 where only the device knows the token ...
-    sources: npt.NDArray[np.int32]  # [T] ... which is this row of those sampled in the last step; -1: the host knows it
+    # [T] ... which is this row of those sampled in the last step and drafted behind it; -1: the host knows the token
+    sources: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int64]  # [T]
     row_of: npt.NDArray[np.int32]  # [T], the request that a row belongs to
     query_start: npt.NDArray[np.int32]  # [B + 1], the first row of each request
@@ -199,7 +200,10 @@ def _write_tokens(into: StepArrays, items: ItemArrays, table: RequestTable) -> N
         end = first + item.count
         into.sources[first:end] = -1
         known = table[item.id].token_ids[item.start:item.end]
-        if item.draft:
+        if item.draft_on_device:
+            known.extend([0] * len(item.draft))
+            into.sources[first + 1:end] = table.drafted[item.id][:len(item.draft)]
+        elif item.draft:
             known.extend(item.draft)
         elif is_pending:
             known.append(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,8 +123,9 @@ def decode_result(step: Step, table: RequestTable, drawn: list[int]) -> StepResu
 
 def to_result(step: Step, table: RequestTable, drawn: list[int], logprobs: SampledLogprobs | None,
               prompts: Sequence[PromptRows], scored: Sequence[Sequence[SampledLogprobs]],
-              decode: Callable[[int], str] | None) -> StepResult:
-    """Put what a step sampled in the order of its items, and take the tokens into the table."""
+              decode: Callable[[int], str] | None, drafts: Mapping[int, Sequence[int]] | None = None) -> StepResult:
+    """Put what a step sampled in the order of its items, and take the tokens into the table. `drafts`: by request,
+    those that only the device knew when the step was made."""
     count = len(step.items)
     result = StepResult([()] * count, [()] * count, [None] * count)
     host = logprobs.host_rows() if logprobs is not None else None
@@ -132,7 +133,8 @@ def to_result(step: Step, table: RequestTable, drawn: list[int], logprobs: Sampl
     for index, item in enumerate(step.items):
         if not item.num_samples:
             continue
-        tokens = accepted(item, drawn[first:first + item.num_samples], table[item.id].request, table.simulated)
+        draft = drafts[item.id] if drafts is not None and item.draft_on_device else None
+        tokens = accepted(item, drawn[first:first + item.num_samples], table[item.id].request, table.simulated, draft)
         result.token_ids[index] = tokens
         wanted = table[item.id].request.params.logprobs
         if wanted is not None and host is not None:
@@ -149,13 +151,14 @@ def to_result(step: Step, table: RequestTable, drawn: list[int], logprobs: Sampl
     return result
 
 
-def accepted(item: StepItem, drawn: Sequence[int], request: NewRequest,
-             simulated: Sequence[float] = ()) -> tuple[int, ...]:
+def accepted(item: StepItem, drawn: Sequence[int], request: NewRequest, simulated: Sequence[float] = (),
+             draft: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the draft tokens that the model would have sampled as well, and the one that it sampled after them.
-    `simulated`: by position, how often a draft token counts as sampled whatever the model says."""
+    `simulated`: by position, how often a draft token counts as sampled whatever the model says; `draft`: the tokens
+    that the item names as being on the device."""
     if simulated and item.draft:
         return tuple(drawn[:1 + num_accepted(simulated, request.seed, item.start, len(item.draft))])
-    same = 0
-    while same < len(item.draft) and drawn[same] == item.draft[same]:
+    draft, same = item.draft if draft is None else draft, 0
+    while same < len(item.draft) and drawn[same] == draft[same]:
         same += 1
     return tuple(drawn[:same + 1])

@@ -31,7 +31,7 @@ from spillover.engine.batch.step_result import (
     score,
     to_result,
 )
-from spillover.engine.step import DraftItem, Step, StepResult
+from spillover.engine.step import DraftItem, HeadDrafts, Step, StepResult
 from spillover.engine.weights.placed import EngineWeights, FixedWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels import native
@@ -125,11 +125,11 @@ class CpuRunner:
         self.head = self.reads = head
         self.table.tracks_rows = True
 
-    def draft(self, items: Sequence[DraftItem]) -> list[tuple[int, ...]]:
-        """Let the head draft, one pass for each token of the longest draft."""
+    def draft(self, items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
+        """Let the head draft, one pass for each token of the longest draft; the tokens are always known then."""
         found, slots, updates = self.table.begin_drafts(items)
         if not found:
-            return [()] * len(items)
+            return HeadDrafts([()] * len(items))
         self._block_tables[0].reshape(-1)[updates.places] = updates.blocks
         asked = [items[index] for index in found]
         tokens = [self.table[item.id].token_ids[item.start] for item in asked]
@@ -137,7 +137,7 @@ class CpuRunner:
         drafted = self._stream.submit(self._draft, asked, slots, tokens, self._block_tables[0, slots]).result()
         for index, draft in zip(found, drafted, strict=True):
             drafts[index] = draft
-        return drafts
+        return HeadDrafts(drafts)
 
     def in_order(self, change: Callable[[], Changed]) -> Changed:
         """Make a change to the device's memory after all steps that were launched, and before those to come."""

@@ -34,12 +34,12 @@ from spillover.engine.batch.step_result import (
     to_result,
 )
 from spillover.engine.cuda.decode_inputs import UPDATE_BYTES
-from spillover.engine.cuda.draft_passes import DraftPasses
+from spillover.engine.cuda.draft_passes import DraftPasses, Drafts
 from spillover.engine.cuda.graphs import Graphs, GraphStats, Key
 from spillover.engine.cuda.sleeping_kv import SleepingKV
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepShape, table_updates
 from spillover.engine.cuda.step_writer import StepWriter
-from spillover.engine.step import DraftItem, Step, StepItem, StepResult
+from spillover.engine.step import DraftItem, HeadDrafts, Step, StepItem, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
@@ -65,6 +65,7 @@ class _Work:
     decodes: bool  # one row per request, and all of them are sampled from
     key: Key | None  # of its graph, which is there or about to be
     prompts: tuple[PromptRows, ...]
+    drafts: Drafts | None  # that it verifies, and the host does not know yet
 
 
 class CudaStep:
@@ -96,7 +97,9 @@ class CudaStep:
             return decode_result(self.step, table, drawn)
         if self._runner.model.ranks.rank:  # it is told the tokens and nothing else
             return to_result(self.step, table, drawn, None, (), (), None)
-        return to_result(self.step, table, drawn, self._logprobs, work.prompts, self._scored, self._runner.decode)
+        drafts = {} if work.drafts is None else work.drafts.tokens()
+        return to_result(self.step, table, drawn, self._logprobs, work.prompts, self._scored, self._runner.decode,
+                         drafts)
 
 
 class CudaRunner:
@@ -132,7 +135,8 @@ class CudaRunner:
         self._scratch = DecodeScratch.make(items, requests, config.num_heads, config.num_kv_heads, config.head_dim,
                                            device)
         samples = limits.max_samples
-        self._draws = torch.zeros(samples, dtype=i64, device=device)  # of the last step
+        # Of the last step, and behind them what a head drafted: [passes, requests].
+        self._draws = torch.zeros(samples + limits.draft_tokens * limits.max_num_seqs, dtype=i64, device=device)
         self._drawn_from = torch.zeros(samples, config.hidden_size, dtype=model.dtype, device=device)
         cuda = device.type == "cuda"
         if cuda:
@@ -157,15 +161,15 @@ class CudaRunner:
     def add_head(self, head: DraftHead) -> None:
         self.head = self.reads = head
         self.table.tracks_rows = True
-        self._passes = DraftPasses(head, self.table, self._limits, self._block_size, self._kv_dtype, self._device)
+        self._passes = DraftPasses(head, self.table, self._limits, self._block_size, self._kv_dtype, self._draws)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # it is made on the default stream
 
-    def draft(self, items: Sequence[DraftItem]) -> list[tuple[int, ...]]:
+    def draft(self, items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
         """Let the head draft, one pass for each token of the longest draft."""
         assert self._passes is not None, "there is no head"
         with torch.inference_mode(), torch.cuda.stream(self._queue):
-            return self._passes.draft(items, self._graphs)
+            return self._passes.draft(items, self._graphs, wait)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture the graphs of plain steps now, on padding alone; the largest first, whose memory all share."""
@@ -375,9 +379,12 @@ class CudaRunner:
             many = to_device(torch.from_numpy(table_updates(updates)), self._device)
             update_tables(table.block_tables, many, len(updates.blocks))
         if self.model.ranks.rank:  # rank 0 samples for all
-            return _Work(offsets, len(drawn), None if plain else GREEDY, decodes, key, prompts)
+            return _Work(offsets, len(drawn), None if plain else GREEDY, decodes, key, prompts, None)
+        drafts = None
+        if not decodes and self._passes is not None and any(item.draft_on_device for item in step.items):
+            drafts = self._passes.last
         sampling = None if plain else sampling_batch(step.items, table, self.model.config.vocab_size, self._device)
-        return _Work(offsets, len(drawn), sampling, decodes, key, prompts)
+        return _Work(offsets, len(drawn), sampling, decodes, key, prompts, drafts)
 
     def _choose_graph(self, items: ItemArrays, decodes: bool, plain: bool,
                       capturable: bool) -> tuple[Key | None, StepShape | None]:

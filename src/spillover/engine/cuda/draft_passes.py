@@ -1,12 +1,15 @@
 """Passes of a head on a CUDA device: a row of every request each, launched one after another without waiting.
 
 The host says once where the rows lie. What a pass leaves is where the next one reads it: its tokens, what they follow,
-and its rows moved on by one. So a pass is one CUDA graph, the same for every pass of as many requests.
+and its rows moved on by one. So a pass is one CUDA graph, the same for every pass of as many requests. The tokens lie
+behind those that the last step sampled: the step that verifies them takes them from there, and need not wait until
+they are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -27,19 +30,39 @@ from spillover.engine.cuda.step_inputs import (
     StepShape,
     table_updates,
 )
-from spillover.engine.step import DraftItem
+from spillover.engine.step import ON_DEVICE, DraftItem, HeadDrafts
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.draft_pass import end_pass
 from spillover.kernels.triton.draw import draw
 from spillover.kernels.triton.step_upload import update_tables
 
+DRAFTS_KEPT = 4  # drafts on their way to the host, or there and not read yet
+
 i32, i64 = torch.int32, torch.int64
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafts that the host knows once a later step has ended."""
+
+    ids: Sequence[int]  # requests
+    results: Tensor  # [passes, requests]
+    begun: torch.cuda.Event | None  # None: it is no device that one waits for
+    ended: torch.cuda.Event | None
+
+    def tokens(self) -> dict[int, list[int]]:
+        return dict(zip(self.ids, self.results.T.tolist(), strict=True))
+
+    def seconds(self) -> float:
+        return 0.0 if self.begun is None or self.ended is None else self.begun.elapsed_time(self.ended) / 1e3
 
 
 class DraftPasses:
     def __init__(self, head: DraftHead, table: RequestTable, limits: StepLimits, block_size: int, kv_dtype: str,
-                 device: torch.device) -> None:
+                 draws: Tensor) -> None:
+        """Make room for the passes. `draws`: tokens sampled in the last step, and behind them room for drafts."""
+        device = draws.device
         layer, most = head.head.config.layer, limits.max_num_seqs
         self._head = head
         self._table = table
@@ -58,29 +81,47 @@ class DraftPasses:
         self._drawn = torch.zeros(most, dtype=i64, device=device)
         self._greedy = torch.zeros(most, dtype=torch.float32, device=device)
         self._unused = torch.zeros(most, dtype=torch.float64, device=device)
-        self._drafted = torch.zeros(limits.draft_tokens, most, dtype=i64, device=device)
+        self._first = len(draws) - limits.draft_tokens * most
+        self._drafted = draws[self._first:].view(limits.draft_tokens, most)
         self._done = torch.zeros(1, dtype=i32, device=device)  # passes
-        self._results = torch.zeros(limits.draft_tokens, most, dtype=i64, pin_memory=device.type == "cuda")
+        self._results = torch.zeros(DRAFTS_KEPT, limits.draft_tokens, most, dtype=i64,
+                                    pin_memory=device.type == "cuda")
+        self._turn = 0  # which of the results the next drafts go to
+        self.last: Drafts | None = None
 
-    def draft(self, items: Sequence[DraftItem], graphs: Graphs | None) -> list[tuple[int, ...]]:
-        """Draft for the requests that can be drafted for, and wait for the drafts."""
+    def draft(self, items: Sequence[DraftItem], graphs: Graphs | None, wait: bool) -> HeadDrafts:
+        """Draft for the requests that can be drafted for. Without `wait` the next step must have them verified."""
         found, slots, updates = self._table.begin_drafts(items)
         drafts: list[tuple[int, ...]] = [()] * len(items)
         if not found:
-            return drafts
+            return HeadDrafts(drafts)
         if len(updates.blocks):
             sent = to_device(torch.from_numpy(table_updates(updates)), self._device)
             update_tables(self._table.block_tables, sent, len(updates.blocks))
         asked = [items[index] for index in found]
         starts, counts = np.array([(item.start, item.count) for item in asked], dtype=np.int64).T
         tokens = [self._table[item.id].token_ids[item.start] for item in asked]
-        for index, draft in zip(found, self._run(slots, starts, counts, tokens, graphs), strict=True):
-            drafts[index] = draft
-        return drafts
+        self.last = last = Drafts([item.id for item in asked], *self._run(slots, starts, counts, tokens, graphs))
+        if wait:
+            if last.ended is not None:
+                last.ended.synchronize()
+            known = last.tokens()
+            for index, item in zip(found, asked, strict=True):
+                drafts[index] = tuple(known[item.id][:item.count])
+            return HeadDrafts(drafts)
+        places = (self._first + np.arange(len(found), dtype=np.int32)[:, None]
+                  + self._drafted.stride(0) * np.arange(int(counts.max()), dtype=np.int32))
+        self._table.drafted = dict(zip(last.ids, places, strict=True))
+        for index, item in zip(found, asked, strict=True):
+            drafts[index] = (ON_DEVICE,) * item.count
+        return HeadDrafts(drafts, None if last.ended is None else last.seconds)
 
     def _run(self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
-             tokens: Sequence[int], graphs: Graphs | None) -> list[tuple[int, ...]]:
-        """Draft behind the newest token of each request. `starts`: its position; `counts`: tokens to draft."""
+             tokens: Sequence[int], graphs: Graphs | None) -> tuple[Tensor, torch.cuda.Event | None,
+                                                                        torch.cuda.Event | None]:
+        """Draft behind the newest token of each request. `starts`: its position; `counts`: tokens to draft. Returns
+        where the drafts will lie on the host, and events before and behind the passes."""
+        begun = self._event()
         rows, passes = len(slots), int(counts.max())
         size, kept = self._size(rows, graphs), self._head.kept
         offsets = self._send(size, slots, starts, counts, tokens, slots * kept.per_slot + (starts - 1) % kept.per_slot)
@@ -93,13 +134,17 @@ class DraftPasses:
                 self._pass(offsets, key)
             else:
                 graphs.run(key, partial(self._pass, offsets, key))
-        self._results[:passes].copy_(self._drafted[:passes], non_blocking=True)
-        if self._device.type == "cuda":
-            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ended.record()
-            ended.synchronize()
-        drafted = self._results[:passes, :rows].T.tolist()
-        return [tuple(draft[:count]) for draft, count in zip(drafted, counts.tolist(), strict=True)]
+        results = self._results[self._turn, :passes]
+        self._turn = (self._turn + 1) % DRAFTS_KEPT
+        results.copy_(self._drafted[:passes], non_blocking=True)
+        return results[:, :rows], begun, self._event()
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def capture(self, graphs: Graphs) -> None:
         """Capture the graphs of all sizes now, on padding alone."""

@@ -13,7 +13,7 @@ from spillover.engine.batch.step_result import PromptObserver
 from spillover.engine.loop import LaunchedStep, ModelRunner, StepRunner
 from spillover.engine.parallel.messages import decode_turn, encode_turn
 from spillover.engine.parallel.report import ONE, RanksReport
-from spillover.engine.step import DraftItem, Step, StepResult
+from spillover.engine.step import DraftItem, HeadDrafts, Step, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.memory.transfer.transfers import Transfers
@@ -118,8 +118,8 @@ class ParallelRunner:
     def drafting(self) -> StepRunner | None:
         return self.inner.drafting
 
-    def draft(self, items: Sequence[DraftItem]) -> list[tuple[int, ...]]:
-        return self.inner.draft(items)
+    def draft(self, items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
+        return self.inner.draft(items, wait=True)  # the other ranks are told them
 
     @property
     def weights(self) -> EngineWeights:

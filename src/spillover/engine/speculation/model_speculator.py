@@ -7,14 +7,14 @@ until it was tried, and where it does not pay it is tried again on running reque
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from spillover.engine.speculation.costs import Numbers
 from spillover.engine.speculation.draft_costs import DraftCosts, best_counts
 from spillover.engine.speculation.drafter import Draft, Drafter
 from spillover.engine.speculation.expert_price import ExpertPrice
-from spillover.engine.speculation.speculator import MOST_CREDIT, AdaptiveSpeculator, Candidate
+from spillover.engine.speculation.speculator import MOST_CREDIT, AdaptiveSpeculator, Ahead, Candidate
 from spillover.engine.step import Step
 
 if TYPE_CHECKING:
@@ -49,6 +49,16 @@ class CatchesUp(Protocol):
         ...
 
 
+@runtime_checkable
+class DraftsAhead(Protocol):
+    """A drafter whose drafts may still be made when it hands them out, for the next step to verify."""
+
+    @property
+    def running(self) -> Callable[[], float] | None:
+        """Return what tells how long the last drafts took, once that step has ended; None: they have ended."""
+        ...
+
+
 def make_speculator(drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
                     price: ExpertPrice | None = None) -> AdaptiveSpeculator:
     kind = ModelSpeculator if drafter.sequential else AdaptiveSpeculator
@@ -62,6 +72,7 @@ class ModelSpeculator(AdaptiveSpeculator):
                  price: ExpertPrice | None = None) -> None:
         super().__init__(drafter, most_tokens, adaptive, simulated, price)
         self._catches_up = drafter if isinstance(drafter, CatchesUp) else None
+        self._drafts_ahead = drafter if isinstance(drafter, DraftsAhead) else None
         self._drafting = DraftCosts()
         self._choice: tuple[object, list[int]] | None = None  # for whom and beside what, and the tokens to draft
         self._num_choices = 0  # up to UNSETTLED
@@ -167,7 +178,10 @@ class ModelSpeculator(AdaptiveSpeculator):
 
     def observe_step(self, step: Step, seconds: float) -> None:
         self._tried_worth = 0.0
+        ahead = self._clock.launched[0].ahead if self._clock.launched else None
         super().observe_step(step, seconds)
+        if ahead is not None:
+            self._measured = ahead.passes, ahead.seconds()
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         """Take in an outcome; what a trial brought makes the next one come sooner."""
@@ -178,15 +192,20 @@ class ModelSpeculator(AdaptiveSpeculator):
         begun = time.perf_counter()
         found = super()._propose(candidates)
         seconds = time.perf_counter() - begun
-        self._device_seconds += seconds
-        if self._trial:
-            self._credit -= seconds
+        running = self._drafts_ahead.running if self._drafts_ahead is not None and candidates else None
+        if running is None:
+            self._device_seconds += seconds
+            if self._trial:
+                self._credit -= seconds
         passes: Sequence[int] = [len(draft.tokens) for draft in found]
         caught_up = 0
         if self._catches_up is not None and candidates:
             passes, caught_up = self._catches_up.passes, self._catches_up.caught_up
         self._ready = {candidate.request for candidate, count in zip(candidates, passes, strict=True) if count}
-        if caught_up:
+        if running is not None:
+            self._draft_seconds -= seconds  # they are part of what the device will tell
+            self._ahead = Ahead(passes, running)
+        elif caught_up:
             each = max(0.0, seconds - self._drafting.seconds(passes)) / caught_up
             self._token_seconds += (each - self._token_seconds) * (OUTPUT_WEIGHT if self._token_seconds else 1.0)
         elif any(passes):

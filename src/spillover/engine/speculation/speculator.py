@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -135,11 +135,19 @@ class _State:
     shadow_start: int = 0
 
 
+class Ahead(NamedTuple):
+    """Drafts that were still being made when the step that verifies them was launched."""
+
+    passes: Sequence[int]  # of each request
+    seconds: Callable[[], float]  # that they took, once the step has ended
+
+
 @dataclass(frozen=True)
 class _Launched:
     gap: float  # seconds that the device waited for it
     waited: bool  # it was prepared after the step before it had ended, for the sake of drafts
     trial: bool = False  # it drafted though that seemed not to pay
+    ahead: Ahead | None = None
 
 
 @dataclass
@@ -184,6 +192,7 @@ class AdaptiveSpeculator:
         self._verify_steps = 0
         self._draft_seconds = 0.0
         self._device_seconds = 0.0  # of them, on the device and before the next step
+        self._ahead: Ahead | None = None  # on the device too, and known when the next step has ended
         self._proposed = 0
         self._verify_seconds = 0.0
 
@@ -347,7 +356,8 @@ class AdaptiveSpeculator:
         drafted = any(item.phase is Phase.VERIFY for item in step.items)
         waited = self._waiting or drafted
         clock.launched.append(_Launched(max(gap, 0.0) if gap <= LONGEST_GAP else 0.0, waited,
-                                        waited and self._trial > 0))
+                                        waited and self._trial > 0, self._ahead))
+        self._ahead = None
         self._prompt_rows = sum(item.count for item in step.items if item.phase is Phase.PREFILL)
         self._steps += 1
         self._since_tried = 0 if waited else self._since_tried + 1
@@ -361,15 +371,19 @@ class AdaptiveSpeculator:
         launched = clock.launched.popleft() if clock.launched else _Launched(0.0, False)
         clock.ended = time.perf_counter()
         self._credit = min(MOST_CREDIT, self._credit + PROBE_SHARE * seconds)
+        whole, gap = seconds + launched.gap, launched.gap
+        if launched.ahead is not None:  # first beside the host, then as the first thing of the step
+            drafting = launched.ahead.seconds()
+            self._draft_seconds += drafting
+            gap, seconds = max(0.0, gap - drafting), seconds - max(0.0, drafting - gap)
         if any(item.phase is Phase.VERIFY for item in step.items):
             self._verify_seconds += seconds
-        whole = seconds + launched.gap
         if self._price is not None:
             seconds -= self._price.observe(step, seconds, idle=not clock.launched)
         if step.has_prefill:
             self._prompts.note(step.num_tokens, seconds)
             return
-        seconds += launched.gap
+        seconds += gap
         if launched.trial:
             self._tried(len(step.items), whole)
         costs = self._speculating if launched.waited else self._plain
