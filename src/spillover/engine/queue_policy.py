@@ -55,6 +55,7 @@ def dfs_weight(waiting: Sequence[Request], match: Match) -> list[Request]:
     return ordered + tail
 
 
+PREFIXES_FIRST = ("lpm", "dfs-weight")  # order by what the cache holds, and wait for what is about to be in it
 POLICIES: dict[str, QueuePolicy] = {
     "fcfs": fcfs,
     "priority": priority,

@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from spillover.engine.output.outputs import PositionLogprobs, TokenSources
-from spillover.engine.queue_policy import POLICIES
+from spillover.engine.queue_policy import POLICIES, PREFIXES_FIRST
 from spillover.engine.requests.request import Request, Status
 from spillover.engine.scheduler_config import SchedulerConfig
+from spillover.engine.shared_prompts import waits_for_prefix
 from spillover.engine.speculation.draft_items import DraftItems
 from spillover.engine.speculation.speculator import NoSpeculation, Speculator
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult
@@ -334,10 +335,14 @@ class Scheduler:
         return self.kv.match(_reusable(request), request.cache_salt)
 
     def _waits_for_leader(self, request: Request) -> bool:
-        """Return whether its parent has still to compute the prompt's blocks, which siblings share."""
+        """Return whether its parent, or a stranger with the same beginning, has still to compute the prompt's blocks
+        that they share."""
         parent = request.parent
-        return (parent is not None and parent.status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED)
-                and not parent.output_token_ids)
+        if (parent is not None and len(parent.token_ids) == parent.num_prompt
+                and parent.status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED)):
+            return True
+        return (self.config.policy in PREFIXES_FIRST and not self.config.static_batching  # where a batch forms now
+                and not _needs_prompt_logits(request) and waits_for_prefix(request, self.running, self.kv))
 
     def _begin(self, request: Request) -> int:
         if _needs_prompt_logits(request):
