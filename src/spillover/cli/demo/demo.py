@@ -57,10 +57,12 @@ def demo(config: EngineConfig) -> None:
     from spillover.plan.hardware import probe
     from spillover.plan.roofline import Roofline
     from spillover.plan.shapes import model_shape
+    from spillover.units import format_bytes
 
     rates = timed_rates(planned.plan.device)
     _heading(console, "This machine")
-    _print_machine(console, probe(), rates)
+    machine = probe()
+    _print_machine(console, machine, rates)
     _heading(console, "The plan")
     print_plan(console, planned.plan)
 
@@ -78,16 +80,21 @@ def demo(config: EngineConfig) -> None:
         with console.status("measuring decode and prefill"):
             single = measure(target, vocabulary, 1, 256, 48, num_iters=3, num_iters_warmup=1)
             batch = measure(target, vocabulary, 16, 32, 32, num_iters=2, num_iters_warmup=1)
-        console.print(_speed_table([
+        rows = [
             ("decode, batch 1", 1, single.decode),
             ("prefill, 256", 256, single.prefill),
             ("decode, batch 16", 16, batch.decode),
             ("mixed load, output", *load),
-        ]))
+        ]
+        console.print(_speed_table(rows))
     console.print("Limit: the bytes that must be read at the measured memory rate, or the FLOPs that must be done at "
                   "the measured matrix rate, whichever takes longer.", style="dim", highlight=False)
     if planned.in_codes and planned.plan.device == "cpu":
         console.print(CODES_NOTE, style="dim", highlight=False)
+    if planned.plan.device == "cpu" and machine.last_level_cache >= planned.plan.weight_bytes:
+        console.print(f"All {format_bytes(planned.plan.weight_bytes)} of weights fit the processor's last-level cache "
+                      f"({format_bytes(machine.last_level_cache)}), whose rate the limit does not know: more than 100% "
+                      "is possible.", style="dim", highlight=False)
     _heading(console, "Eight chats over a KV cache that holds one")
     show_chats(console, config)
     _heading(console, "Two memory configurations side by side, in the lab")
