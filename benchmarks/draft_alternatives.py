@@ -1,0 +1,84 @@
+"""What trees of drafts would bring over chains, where a rounded copy of the model drafts for it.
+
+    python benchmarks/draft_alternatives.py --output benchmarks/results/draft-alternatives.json
+
+The model answers ordinary questions greedily; its copies in int4 and int8 then score these answers, which tells where
+each token of the answer stands among the copy's guesses. From these ranks follows how many tokens a pass would have
+brought: a chain of K drafts ends at the first token that is not the copy's likeliest; a comb, which has the next
+likeliest tokens beside each link of the chain, brings one token more where one of them is right.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from made_by import made_by
+from speculation import ORDINARY
+
+from spillover import LLM, SamplingParams
+
+LENGTHS = (4, 8, 16, 28)
+WIDTHS = (1, 2, 4)  # guesses at each link, that of the chain included
+
+
+def tokens_per_pass(ranks: list[list[int]], most: int, width: int) -> float:
+    """Return the mean of the tokens that passes bring. `ranks`: of the answers' tokens among the guesses, from 1 on."""
+    passes = 0
+    for answer in ranks:
+        done = 0
+        while done < len(answer):
+            right = 0
+            while right < most and done + right < len(answer) and answer[done + right] == 1:
+                right += 1
+            beside = right < most and done + right < len(answer) and 1 < answer[done + right] <= width
+            done += right + beside + 1
+            passes += 1
+    return sum(map(len, ranks)) / passes
+
+
+def measured(ranks: list[list[int]]) -> dict[str, Any]:
+    every = [rank for answer in ranks for rank in answer]
+    missed = [rank for rank in every if rank > 1]
+    return {"tokens": len(every), "likeliest": 1 - len(missed) / len(every),
+            "second_of_misses": missed.count(2) / max(1, len(missed)),
+            "lengths": [{"drafts": most, "width": [{"guesses": width, "tokens_per_pass": tokens_per_pass(
+                ranks, most, width)} for width in WIDTHS]} for most in LENGTHS]}
+
+
+@click.command()
+@click.option("--model", default=None, help="Default: SmolLM2-135M-Instruct, as float32.")
+@click.option("--tokens", default=128, show_default=True, help="Of each of twelve answers.")
+@click.option("--output", default=None, type=click.Path(path_type=Path), metavar="FILE")
+def main(model: str | None, tokens: int, output: Path | None) -> None:
+    flags: dict[str, Any] = {"device": "cpu", "max_model_len": 512 + tokens, "weight_codes": "widen"}
+    with LLM(model, **flags) as llm:
+        tokenizer = llm.tokenizer
+        assert tokenizer is not None
+        asked = [tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": question}]),
+                                  add_special_tokens=False) for question in ORDINARY]
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], params, use_tqdm=False)
+    answers = [list(each.outputs[0].token_ids) for each in outputs]
+    found: dict[str, Any] = {}
+    for copy in ("int4", "int8"):
+        with LLM(model, quantization=copy, **flags) as llm:
+            scored = llm.generate([{"prompt_token_ids": prompt + answer}
+                                   for prompt, answer in zip(asked, answers, strict=True)],
+                                  SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+        ranks = []
+        for prompt, answer, one in zip(asked, answers, scored, strict=True):
+            told = one.prompt_logprobs or []
+            ranks.append([position[token].rank or 0 for token, position in zip(answer, told[len(prompt):], strict=True)
+                          if position is not None])
+        found[copy] = measured(ranks)
+        click.echo(f"{copy}: {json.dumps(found[copy])}")
+    if output is not None:
+        output.write_text(json.dumps({**made_by(), "model": model or "SmolLM2-135M-Instruct", "copies": found},
+                                     indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
