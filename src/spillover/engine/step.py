@@ -3,6 +3,9 @@
 A `Step` is frozen and self-contained: it can be written down, sent to another process, and run there without a
 scheduler (`encode_step`, `decode_step`). A request's prompt and parameters travel once, in the first step that runs it;
 afterwards a step names it by its id and says what is new. The runner keeps what it was told in a table of its own.
+
+One thing may stay with the runner: what its head drafted last (`ON_DEVICE`). Who records steps has the head wait, so
+that they name the tokens.
 """
 
 from __future__ import annotations
