@@ -33,7 +33,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:  # torch is imported when something needs it, so that `spill --help` is quick
+def __getattr__(name: str) -> Any:  # imports lazily, so that `spill --help` does not wait for torch
     if name not in _HOMES:
         raise AttributeError(f"module 'spillover' has no attribute '{name}'")
     import importlib

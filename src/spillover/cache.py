@@ -1,4 +1,4 @@
-"""Where this machine keeps what is fetched or made once: models, kernels, tokenizers."""
+"""The cache folder for downloaded models, compiled kernels and tokenizers."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """Return the folder, SPILLOVER_CACHE or one of the user's own."""
+    """Return the cache folder: SPILLOVER_CACHE if it is set, otherwise ~/.cache/spillover."""
     return Path(os.environ.get("SPILLOVER_CACHE") or "~/.cache/spillover").expanduser()

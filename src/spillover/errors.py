@@ -1,6 +1,6 @@
-"""Errors meant for a person: one clear sentence that says what was asked, what is possible and what to type.
+"""Errors meant for users: one clear sentence with the request, what is possible, and what to type instead.
 
-Anything else that escapes is a bug and shows a traceback.
+Any other exception that reaches the user is a bug and shows a traceback.
 """
 
 import difflib
@@ -8,17 +8,17 @@ from collections.abc import Iterable
 
 
 class SpilloverError(Exception):
-    """Bad input or an impossible request; its text is the whole answer."""
+    """Bad input or an impossible request; its message is shown to the user as it is."""
 
-    code: str | None = None  # for programs, where there is one
+    code: str | None = None  # machine-readable error code; None if there is none
 
 
 class CheckpointError(SpilloverError):
-    """A model folder or file that cannot be read; names the file and, where there is one, the tensor."""
+    """A model folder or file that cannot be read; the message names the file and, if there is one, the tensor."""
 
 
 class PlanError(SpilloverError):
-    """A memory budget that cannot hold what was asked of it; says what would fit and which flag to change."""
+    """A memory budget that is too small for the request; the message says what would fit and which flag to change."""
 
 
 class RequestError(SpilloverError):
@@ -26,10 +26,10 @@ class RequestError(SpilloverError):
 
 
 class GrammarRefused(RequestError):  # noqa: N818
-    """Structured output that cannot be compiled, or not within the limits."""
+    """A structured output grammar that cannot be compiled, or not within the limits."""
 
     def __init__(self, message: str, reason: str) -> None:
-        """Refuse a grammar. `reason`: one of GRAMMAR_REASONS."""
+        """Make the error. `reason`: one of GRAMMAR_REASONS."""
         super().__init__(message)
         self.reason = reason
         self.code = f"grammar_{reason}"
@@ -39,15 +39,15 @@ GRAMMAR_REASONS = ("size", "invalid", "time", "memory", "crash", "unavailable")
 
 
 def did_you_mean(given: str, names: Iterable[str], listed: bool = False) -> str:
-    """Return the end of a refusal: "; did you mean 'lru'?". Where no name is near, all of them if `listed`, or
-    nothing."""
+    """Return the end of an error message: "; did you mean 'lru'?". If no name is similar: the list of all names if
+    `listed`, otherwise an empty string."""
     known = list(names)
     near = difflib.get_close_matches(given, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(known)}" if listed else ""
 
 
 class EngineDead(SpilloverError):  # noqa: N818
-    """There is no engine to serve this now (HTTP 503); `retry_after` seconds is when to try again."""
+    """No engine can serve the request now (HTTP 503); `retry_after` is the number of seconds to wait before a retry."""
 
     def __init__(self, message: str, retry_after: int = 2) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class EngineDead(SpilloverError):  # noqa: N818
 
 
 class QueueFull(SpilloverError):  # noqa: N818
-    """Too many requests wait already (HTTP 429); `retry_after` seconds is when to try again."""
+    """Too many requests are waiting (HTTP 429); `retry_after` is the number of seconds to wait before a retry."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class QueueFull(SpilloverError):  # noqa: N818
 
 
 def shown(value: object) -> str:
-    """Return a value out of a file, short enough for a sentence."""
+    """Return the repr of a value that was read from a file, shortened to 80 characters for error messages."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # too many digits, or too deep

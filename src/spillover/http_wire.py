@@ -1,8 +1,8 @@
-"""HTTP/1.1 over one connection, for a router and a load generator: one request at a time, any framing, answers parsed
-as they come, with the time at which their bytes came, and read no faster than they are taken.
+"""HTTP/1.1 client over one connection, for the router and the load generator: one request at a time, any framing,
+responses parsed as they arrive, with the arrival time of their bytes, and with flow control.
 
-A general client library spends more time on a request than a server under test does. Bytes get their time where the
-event loop hands them over, before anything is parsed, so that a client busy with one stream does not age another's.
+A general client library spends more time on a request than the server under test does. Bytes are timestamped when the
+event loop delivers them, before parsing, so that a client busy with one stream does not delay another's timestamps.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import cast
 
 import httptools
 
-Sink = Callable[[float, bytes], None]  # gets the time and the bytes of each piece of a body
+Sink = Callable[[float, bytes], None]  # called with the arrival time and the bytes of each piece of a body
 
-HELD_BYTES = 262_144  # of a body that waits for its reader; then no more is read from the server
+HELD_BYTES = 262_144  # maximum bytes of unread body to buffer; above it, reading from the server is paused
 
 
 class NoAnswer(ConnectionError):  # noqa: N818
-    """No head of an answer came: the connection could not be made, or ended or stayed silent before."""
+    """No response head arrived: the connection could not be made, was closed before, or timed out."""
 
 
 class BrokenOff(ConnectionError):  # noqa: N818
-    """An error in the middle of an answer."""
+    """An error in the middle of a response."""
 
 
 class Wire(asyncio.Protocol):
-    """An open connection. `send`, then wait for `headed`; then take every `piece`, or wait for `ended` where a sink
-    takes them."""
+    """An open connection. Call `send` and wait for `headed`; then read every `piece`, or wait for `ended` if a sink
+    receives them."""
 
     headed: asyncio.Future[None]
     ended: asyncio.Future[None]
 
     def __init__(self) -> None:
         self.lost = False
-        self.heard = False  # whether anything of this answer has come
-        self.given_up = False  # nobody waits for the answer any more
+        self.heard = False  # whether any byte of the current response has arrived
+        self.given_up = False  # whether the caller no longer waits for the response
         self.complete = True
         self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []  # names in lower case
-        self.latest = 0.0  # when its last bytes came, or its request went; monotonic
+        self.headers: list[tuple[bytes, bytes]] = []  # response headers, names in lower case
+        self.latest = 0.0  # time.perf_counter() when the last bytes arrived, or when the request was sent
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._choose: Callable[[], Sink] | None = None
@@ -53,10 +53,10 @@ class Wire(asyncio.Protocol):
         self._error: Exception | None = None
         self._more: asyncio.Future[None] | None = None
         self._keep = False
-        self._until_end = False  # the body is framed by the end of the connection
+        self._until_end = False  # whether the body ends where the connection is closed
 
     def send(self, message: bytes, choose: Callable[[], Sink] | None = None) -> None:
-        """Write a request. `choose` is called once the head of the answer is there, and says where its body goes."""
+        """Send a request. `choose` is called when the response head has arrived and returns the sink for the body."""
         self.heard = self.complete = self._keep = self._until_end = False
         self.status, self.headers, self._error, self._held = 0, [], None, 0
         self._choose, self._sink = choose, None
@@ -71,8 +71,8 @@ class Wire(asyncio.Protocol):
         self._transport.write(message)
 
     async def piece(self, timeout: float | None = None) -> bytes:
-        """Return the next bytes of the body; none at its end. BrokenOff if it ends before, or nothing comes for
-        `timeout` seconds."""
+        """Return the next bytes of the body; empty at its end. Raises BrokenOff if the body is cut off, or if no bytes
+        arrive for `timeout` seconds."""
         while not self._pieces:
             if self.complete:
                 return b""
@@ -84,7 +84,7 @@ class Wire(asyncio.Protocol):
                     await self._more
             except TimeoutError:
                 self.abort()
-                raise BrokenOff(f"nothing came for {timeout:g} s") from None
+                raise BrokenOff(f"no data arrived for {timeout:g} s") from None
         piece = self._pieces.popleft()
         self._held -= len(piece)
         if self._held < HELD_BYTES and self._transport is not None and not self.lost:
@@ -94,24 +94,24 @@ class Wire(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Return whether another request may be sent: the answer is whole, and the server keeps the connection."""
+        """Return whether another request may be sent: the response is complete and the connection stays open."""
         return self.complete and self._keep and not self.lost
 
     def abort(self) -> None:
-        """Close the connection at once, also in the middle of an answer."""
+        """Close the connection immediately, even in the middle of a response."""
         if self._transport is not None:
             self._transport.abort()
 
-    # From the transport
+    # Callbacks of the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not a subclass of it
         self._keep = True
 
     def data_received(self, data: bytes) -> None:
         self.latest = time.perf_counter()
         if self._parser is None or self.complete:
-            self.abort()  # it speaks without being asked
+            self.abort()  # the server sent data without a request
             return
         self.heard = True
         try:
@@ -131,7 +131,7 @@ class Wire(asyncio.Protocol):
         else:
             self._fail(NoAnswer("the server closed the connection without an answer"))
 
-    # From the parser
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         self.headers = []
@@ -142,7 +142,7 @@ class Wire(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         self.status = self._parser.get_status_code()
-        if self.status < 200:  # 100 Continue: the answer follows
+        if self.status < 200:  # 100 Continue: the final response follows
             return
         names = dict(self.headers)
         self._until_end = b"content-length" not in names and b"chunked" not in names.get(b"transfer-encoding", b"")
@@ -176,7 +176,7 @@ class Wire(asyncio.Protocol):
         for future in (self.headed, self.ended):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # nobody may be waiting for it
+                future.exception()  # marks the exception as retrieved: the future may have no waiter
         self._wake()
 
     def _wake(self) -> None:

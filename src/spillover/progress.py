@@ -1,6 +1,6 @@
-"""What a wait is for, how far it has come and how long it will still take: a moving bar on a terminal, lines elsewhere.
+"""Progress of long operations with an estimate of the time left: a moving bar on a terminal, log lines elsewhere.
 
-Knows nothing but text and numbers, so that the command line and `LLM` show the same.
+Works on text and numbers only, so that the command line and `LLM` show the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from spillover.units import format_bytes
 
-Show = Callable[[str, int, int], None]  # what is being done, done, in all; 0 in all: nobody knows
+Show = Callable[[str, int, int], None]  # (stage, amount done, total amount); a total of 0: unknown
 COMPILING = "Compiling native CPU kernels (first run)"
 CAPTURING = "Compiling and capturing GPU kernels"
 IMPORTING = "Importing torch"
@@ -27,15 +27,15 @@ SUBSTITUTES = "Rounding copies of layers to draft with"
 COMPARING = "Comparing bits at every number of rows"
 MEASURING = "Measuring this machine's memory and matrix rates"
 ASKING, ANSWERING, TRAINING = "Asking the model for prompts", "Answering and scoring", "Training the draft model"
-_COUNTED = (COMPILING, CAPTURING, COMPARING, ASKING, ANSWERING, TRAINING)  # in pieces; everything else is in bytes
-# Worth a line at once where there is no bar.
+_COUNTED = (COMPILING, CAPTURING, COMPARING, ASKING, ANSWERING, TRAINING)  # counted in items; others in bytes
+# Prefixes of stages that print a line as soon as they begin where there is no bar.
 _LONG = ("Compiling", "Downloading", "Waiting", "Exporting", "Quantising", "Asking", "Answering", "Training")
-_LINE_SECONDS = 10.0  # between lines where there is no bar
+_LINE_SECONDS = 10.0  # minimum time between two lines where there is no bar
 
 
 @contextmanager
 def stages(console: Console | None = None) -> Iterator[Show]:
-    """Give a function to call with each stage and its progress. Appears with the first call; leaves nothing behind."""
+    """Yield a function to call with each stage and its progress. The bar appears at the first call, goes at the end."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield _Lines(console)
@@ -49,7 +49,7 @@ def stages(console: Console | None = None) -> Iterator[Show]:
     def show(what: str, done: int, total: int) -> None:
         nonlocal shown
         with lock:
-            if what != shown:  # a new stage: its time begins now
+            if what != shown:  # a new stage: restart the elapsed time
                 bar.reset(task, description=what, total=total or None, completed=done)
                 shown = what
             if not bar.live.is_started:
@@ -64,7 +64,7 @@ def stages(console: Console | None = None) -> Iterator[Show]:
 
 @contextmanager
 def counted(total: int, what: str, shown: bool = True) -> Iterator[Callable[[int, str], object]]:
-    """Give a function to call with how many are done and a few words beside them. Silent where stderr is a file."""
+    """Yield a function to call with the number of items done and a short status text. Silent if stderr is a file."""
     if not shown:
         yield lambda done, now: None
         return
@@ -94,7 +94,7 @@ class _Left(rich.TimeRemainingColumn):
 
 
 class _Lines:
-    """Progress for logs and pipes: a line when something long begins, and now and then while it goes on."""
+    """Progress for logs and pipes: a line when a long stage begins, and one every _LINE_SECONDS while it runs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""Sizes and rates as people write them."""
+"""Parsing and formatting of sizes, rates and times as users write them."""
 
 import re
 
@@ -11,7 +11,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
 
 
 UNITS_HELP = "GB is 1000**3 bytes, GiB or G 1024**3"
-_LEAST = 4096  # a budget below this is a number without its unit
+_LEAST = 4096  # bytes; a budget below this without a unit is refused: the unit was probably forgotten
 
 
 def parse_bytes(text: str | int | float, flag: str = "") -> int:
@@ -26,7 +26,7 @@ def parse_bytes(text: str | int | float, flag: str = "") -> int:
 
 
 def parse_budget(text: str, flag: str, whole: int | None = None) -> int:
-    """Return a size, or a share ('90%') of a tier of `whole` bytes. Without `whole` a share is only checked, as 0."""
+    """Return a size, or a share ('90%') of a tier of `whole` bytes; without `whole`, a share is only checked: 0."""
     share = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", text)
     if share is not None:
         if not 0 < float(share[1]) <= 100:
@@ -52,7 +52,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """Format a size: 1536 -> '1.5 KiB'; binary units throughout, as memory is counted."""
+    """Format a size: 1536 -> '1.5 KiB'; binary units throughout, as is usual for memory."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024 or unit == "TiB":
@@ -62,7 +62,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_rate(per_second: float, unit: str) -> str:
-    """Format a rate: 2.5e10, 'B/s' -> '25.0 GB/s'; decimal units, as links and FLOPs are counted."""
+    """Format a rate: 2.5e10, 'B/s' -> '25.0 GB/s'; decimal units, as is usual for links and FLOPs."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if per_second >= factor:
             return f"{per_second / factor:.1f} {prefix}{unit}"

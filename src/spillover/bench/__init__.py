@@ -1,4 +1,4 @@
-"""Offline benchmarks: workloads, timing, statistics and the tables they end in.
+"""Offline benchmarks: workloads, timing, statistics and the tables that report them.
 
-Knows no engine: it drives any object that satisfies `target.Generates`, and is handed the limits to print beside it.
+This package depends on no engine: it drives any `target.Generates`, and callers pass in the limits that are printed.
 """

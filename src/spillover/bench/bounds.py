@@ -1,4 +1,4 @@
-"""How close a run came to what the machine allows."""
+"""How close a run came to the limits of the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spillover.units import format_rate
 
 @dataclass(frozen=True)
 class Achieved:
-    """A piece of work, the time it took and the time it had to take."""
+    """A piece of work with its measured time and the least time it could have taken."""
 
     seconds: float
     bound: Bound
@@ -41,7 +41,7 @@ class Achieved:
         return self.flops_per_second / self.matrix_rate
 
     def cells(self) -> list[str]:
-        """Return four cells of a table: bytes and FLOPs a second beside their rates, the limit, and what binds."""
+        """Return four table cells: bytes/s and FLOPs/s with shares of their rates, share of the limit, and bound."""
         return [f"{format_rate(self.bytes_per_second, 'B/s')} ({self.of_memory_rate:.0%})",
                 f"{format_rate(self.flops_per_second, 'FLOP/s')} ({self.of_matrix_rate:.0%})",
                 f"{self.of_limit:.0%}", self.bound.name]
@@ -62,19 +62,19 @@ def achieved(seconds: float, bound: Bound, limits: Limits) -> Achieved:
 def workload_bound(limits: Limits, requests: Sequence[BenchRequest], cached: Sequence[int], max_num_seqs: int) -> Bound:
     """Return the least time a set of requests can take when at most `max_num_seqs` run at once.
 
-    Every computed prompt token and every output token is computed once (`cached`: prompt tokens a request did not have
-    to compute); the weights are read once a step, in the fewest steps that the longest output and the batch limit
-    allow. Prefill of one request may hide behind the decode of another, so the larger of total bytes and total FLOPs
-    binds; with one request at a time nothing can hide.
+    Every computed prompt token and every output token is computed once (`cached`: number of prompt tokens per request
+    that need no computation); the weights are read once per step, in the fewest steps that the longest output and the
+    batch limit allow. Prefill of one request may overlap with the decode of another, so the larger of total bytes and
+    total FLOPs binds; with one request at a time nothing can overlap.
     """
     prefill = limits.step([(len(request.prompt_token_ids) - hit, hit)
                            for request, hit in zip(requests, cached, strict=True)])
-    decoded = sum(request.output_len - 1 for request in requests)  # prefill samples each request's first token
+    decoded = sum(request.output_len - 1 for request in requests)  # the prefill step samples each request's first token
     steps = max(max(request.output_len for request in requests) - 1, math.ceil(decoded / max_num_seqs))
     if steps == 0:
         return prefill
     context = round(sum(len(request.prompt_token_ids) + request.output_len / 2 for request in requests) / len(requests))
-    small, larger = divmod(decoded, steps)  # `larger` of the steps hold one request more than the others
+    small, larger = divmod(decoded, steps)  # `larger` of the steps have one request more than the others
     parts = [(larger, limits.step([(1, context)] * (small + 1)))]
     if small:
         parts.append((steps - larger, limits.step([(1, context)] * small)))

@@ -1,7 +1,7 @@
-"""The comparison: `transformers.generate`, static batches padded to their longest, the same requests in the same order.
+"""The reference backend: `transformers.generate` on static batches padded to the longest prompt, in request order.
 
-As in `vllm bench throughput --backend hf`, a batch runs to its longest request's output length and only the tokens that
-were asked for are counted.
+As in `vllm bench throughput --backend hf`, a batch runs to the output length of its longest request, and only the
+requested tokens are counted.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class TransformersTarget:
         source: dict[str, Any] = {"pretrained_model_name_or_path": model_path}
         if path.suffix == ".gguf":
             source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        # Its progress bars are for a terminal; in a file they would bury the results.
+        # Progress bars of transformers are shown on a terminal only; in a file they would bury the results.
         quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
         with warnings.catch_warnings(), quiet:
             warnings.simplefilter("ignore")
             logging.getLogger("transformers").setLevel(logging.ERROR)
             model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype))
         self._model: Any = model.to(device).eval()
-        self._model.generation_config.eos_token_id = None  # every request runs to its length
+        self._model.generation_config.eos_token_id = None  # no end-of-sequence token: every request runs to its length
 
     def generate(self, requests: Sequence[BenchRequest], progress: bool = False) -> list[Completion]:
         batches = [requests[start:start + self.max_num_seqs]

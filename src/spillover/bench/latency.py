@@ -1,8 +1,8 @@
-"""Latency of one batch, run alone and over again. vLLM's flags and JSON keys, and prefill apart from decode.
+"""Latency of a single batch, repeated, with vLLM's flags and JSON keys; prefill and decode are reported separately.
 
-Both phases come from the same run: prefill ends with the last request's first token, and decode is that request's time
-from there to its end. Each iteration is held to rates that are measured right before and after it, so that a machine
-whose speed drifts changes the work and its limit alike.
+Both phases come from the same run: prefill ends with the first token of the last request, and decode is the rest of
+that request's time. Each iteration is compared with rates that are measured right before and after it, so that drift in
+the machine's speed changes the work and its limit alike.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class LatencyResult:
     batch_size: int
     input_len: int
     output_len: int
-    latencies: tuple[float, ...]  # seconds of the whole batch, one an iteration
-    first_tokens: tuple[float, ...]  # seconds to the last request's first token
-    token_times: tuple[float, ...] = ()  # seconds a decode step; none where a single token is sampled
-    prefill: Achieved | None = None  # from the iteration with the median share of the limit
-    decode: Achieved | None = None  # one step, likewise
+    latencies: tuple[float, ...]  # seconds of the whole batch, one value per iteration
+    first_tokens: tuple[float, ...]  # seconds to the first token of the last request, one value per iteration
+    token_times: tuple[float, ...] = ()  # seconds per decode step, one per iteration; empty if one token is sampled
+    prefill: Achieved | None = None  # the iteration with the median share of the limit
+    decode: Achieved | None = None  # the same for one decode step
 
     @property
     def latency(self) -> Interval:
@@ -46,12 +46,12 @@ class LatencyResult:
     def as_dict(self) -> dict[str, Any]:
         step = self.token_time
         return {
-            # vLLM's keys
+            # keys that vLLM writes too
             "avg_latency": float(np.mean(self.latencies)),
             "std_latency": float(np.std(self.latencies)),
             "latencies": list(self.latencies),
             "percentiles": {str(rank): value for rank, value in percentiles(self.latencies).items()},
-            # and ours
+            # keys of our own
             "batch_size": self.batch_size,
             "input_len": self.input_len,
             "output_len": self.output_len,
@@ -72,7 +72,7 @@ def measure(target: Generates, vocabulary: Vocabulary, batch_size: int, input_le
     rng = np.random.default_rng([seed, batch_size, input_len])
 
     def run() -> tuple[float, float, float]:
-        """Return the seconds of the whole batch, to the last first token, and a decode step."""
+        """Return the seconds of the whole batch, to the last first token, and per decode step."""
         batch = [BenchRequest(vocabulary.draw(rng, input_len), output_len) for _ in range(batch_size)]
         start = time.perf_counter()
         completions = target.generate(batch)
@@ -108,5 +108,5 @@ def _middle(iterations: list[Achieved]) -> Achieved | None:
 
 
 def _mean_step(limits: Limits, batch_size: int, input_len: int, output_len: int) -> Bound:
-    """Return the mean step, that at the mean context: bytes and FLOPs grow linearly with the context."""
+    """Return the bound of the mean step, at the mean context: bytes and FLOPs grow linearly with the context."""
     return limits.step([(1, input_len + output_len // 2)] * batch_size)

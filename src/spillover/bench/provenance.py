@@ -26,7 +26,7 @@ def provenance(hardware: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, marked where files differ from it; None outside a checkout."""
+    """Return the checkout's commit, with "-dirty" if tracked files differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
@@ -38,14 +38,14 @@ def commit() -> str | None:
         return done.stdout.strip()
 
     head = git("rev-parse", "HEAD")
-    # An installed copy may lie inside somebody else's repository: only a tracked file is this project's checkout.
+    # An installed copy may be inside another project's repository: only a tracked file proves that it is a checkout.
     if head is None or not git("ls-files", Path(__file__).name):
         return None
     return head + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Return the versions of the packages that a result depends on, as far as they are installed."""
+    """Return the versions of those packages a result depends on that are installed."""
     found = {}
     for package in (*PACKAGES, *more):
         try:

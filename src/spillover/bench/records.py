@@ -1,8 +1,8 @@
-"""What a run of the load generator leaves behind: raw events, nothing averaged.
+"""The records that a run of the load generator produces: raw events, without any averages.
 
-Every metric is derived from these records (`serving_metrics`); no metric is kept here. Times are seconds of
-`time.perf_counter()` minus the run's start; `Run.start_unix` is that start by the wall clock, so that what monitors
-saw can be laid beside it.
+Every metric is derived from these records (`serving_metrics`); none is stored here. Times are in seconds of
+`time.perf_counter()` since the run's start; `Run.start_unix` is that start in wall-clock time, so that samples of
+monitors can be aligned with it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request as the client saw it."""
+    """One request as the client observed it."""
 
-    index: int  # in the workload
-    scheduled: float  # when it should have been sent
-    sent: float  # when its bytes were handed to the socket
+    index: int  # index of the request in the workload
+    scheduled: float  # time at which it should have been sent
+    sent: float  # time at which its bytes were passed to the socket
     chunks: tuple[tuple[float, int], ...]  # (time, new tokens) of every chunk that carried text or token ids
-    done: float  # when the stream ended, or failed
-    prompt_tokens: int  # usage's, else what we sent
-    output_tokens: int  # usage's, else token ids', else the tokenizer's
+    done: float  # time at which the stream ended or failed
+    prompt_tokens: int  # number from the server's usage, or the number sent if there is none
+    output_tokens: int  # number from usage, else of token ids, else by the tokenizer
     asked_output: int
-    error: str | None = None  # a failed request is counted, never averaged in
-    sources: Mapping[str, int] | None = None  # prompt tokens by where they came from, if the server tells
-    timings: Mapping[str, float] | None = None  # queue, restore, prefill, decode seconds, if the server tells
+    error: str | None = None  # the failure, if any; a failed request is counted but not averaged
+    sources: Mapping[str, int] | None = None  # number of prompt tokens by source, if the server reports it
+    timings: Mapping[str, float] | None = None  # seconds of queue, restore, prefill and decode, if reported
     session: int | None = None
     turn: int = 0
-    text: str = ""  # kept with --save-detailed only
+    text: str = ""  # the answer's text, only with --save-detailed
 
     @property
     def ok(self) -> bool:
@@ -53,16 +53,16 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class ClientHealth:
-    """Whether the client kept up. `lag` is what it, not the server, added: sent minus the time at which the request was
-    due and, under a limit of concurrency, its turn."""
+    """Whether the client kept up. `lag` is delay added by the client, not the server: the time sent minus the time at
+    which the request was due and, with a concurrency limit, had a free slot."""
 
     lag_p50: float = 0.0
     lag_p99: float = 0.0
     lag_max: float = 0.0
-    busy: float = 0.0  # share of the run's time that the busiest process computed, 0 to 1
-    delay_p99: float = 0.0  # by which the event loop answered late, seconds: how wrong a time of arrival may be
+    busy: float = 0.0  # share of the run in which the busiest client process used the CPU, 0 to 1
+    delay_p99: float = 0.0  # seconds by which the event loop was late, p99: the error of a time of arrival
     processes: int = 1
-    saturated: str | None = None  # why the client's own limits are in the numbers; None where they are not
+    saturated: str | None = None  # why the client's own limits affect the results; None if they do not
 
     def to_json(self) -> dict[str, Any]:
         return {"lag_p50": self.lag_p50, "lag_p99": self.lag_p99, "lag_max": self.lag_max, "busy": self.busy,
@@ -75,15 +75,15 @@ class ClientHealth:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything one run of the load generator gave."""
+    """Everything recorded in one run of the load generator."""
 
     records: tuple[RequestRecord, ...]
     start_unix: float  # wall clock at time 0
-    duration: float  # first sent to last done
+    duration: float  # seconds from the first request sent to the last one completed
     client: ClientHealth
-    window: tuple[float, float]  # steady state, as `serving_metrics.steady_window` finds it
-    counters: Mapping[str, float] = field(default_factory=dict)  # the server's, after minus before; may be empty
-    details: Mapping[str, Any] = field(default_factory=dict)  # workload, arrival, rate asked, url, server's version ...
+    window: tuple[float, float]  # (begin, end) of the steady state, as `serving_metrics.steady_window` finds it
+    counters: Mapping[str, float] = field(default_factory=dict)  # of the server: after minus before; may be empty
+    details: Mapping[str, Any] = field(default_factory=dict)  # workload, arrival, configured rate, url, server version
 
     @property
     def completed(self) -> Sequence[RequestRecord]:

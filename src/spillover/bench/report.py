@@ -1,4 +1,4 @@
-"""What a benchmark prints: vLLM's own lines for existing parsers, then a table with every number beside its limit."""
+"""The output of a benchmark: vLLM's own lines for existing parsers, then a table of all numbers with their limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def print_throughput(console: Console, result: ThroughputResult) -> None:
     name = ", ".join(f"{option} {value}" for option, value in result.coordinates.items())
     if name:
         console.print(f"[bold]{name}[/]", highlight=False)
-    # These three lines are what parsers of `vllm bench throughput` look for.
+    # These three lines are the ones that parsers of `vllm bench throughput` look for.
     print(f"Throughput: {values['requests_per_second']:.2f} requests/s, "
           f"{values['tokens_per_second']:.2f} total tokens/s, "
           f"{values['output_tokens_per_second']:.2f} output tokens/s")
@@ -45,7 +45,7 @@ def print_throughput(console: Console, result: ThroughputResult) -> None:
 
 
 def throughput_table(results: Sequence[ThroughputResult]) -> Table:
-    """Return one row a setting; the relative column is against the first. A column with nothing in it is left out."""
+    """Return a table with one row per setting; "x first" is relative to the first row. Empty columns are left out."""
     options = list(dict.fromkeys(option for result in results for option in result.coordinates))
     headings = [*options, "output tok/s", "x first", "total tok/s", "of limit", "mean batch", "blocks", "wasted slots",
                 "cached prompt", "preempted"]
@@ -60,7 +60,7 @@ def throughput_table(results: Sequence[ThroughputResult]) -> Table:
 
 
 def comparison(results: Sequence[ThroughputResult]) -> list[str]:
-    """Return one line where a run holds both: our best beside the best that transformers reached."""
+    """Return one line that compares our best result with the best of transformers, if the run has both; else none."""
     theirs = [result for result in results if result.coordinates.get("backend") == "hf"]
     ours = [result for result in results if result.coordinates.get("backend") == "spillover"]
     if not theirs or not ours:
@@ -108,7 +108,7 @@ def print_limits(console: Console, limits: Limits) -> None:
 
 
 def write_json(path: str, header: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
-    """Write the results; a single one also stands at the top level, where parsers of vLLM's files look for its keys."""
+    """Write the results; a single one is repeated at the top level, where parsers of vLLM's files look for its keys."""
     single = dict(results[0]) if len(results) == 1 else {}
     try:
         Path(path).write_text(json.dumps({**single, **header, "results": list(results)}, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""KV that outlives its engine: the same prompts cold, again in the same process, and after a restart."""
+"""A benchmark of KV that outlives its engine: the same prompts cold, again in the same process, and after a restart."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ STAGES = ("cold", "warm", "restart")
 
 @dataclass(frozen=True)
 class Stage:
-    """All prompts once, one after the other."""
+    """One pass over all prompts, one after the other."""
 
     name: str  # one of STAGES
-    elapsed: float  # from the first request to the last token, waits between requests not counted
+    elapsed: float  # seconds from each request to its last token, summed; time between requests not counted
     prompt_tokens: int
     output_tokens: int
     first_tokens: tuple[float, ...]
     sources: dict[str, int]
     outputs: tuple[tuple[int, ...], ...]
-    ready: float | None = None  # seconds until the engine that ran it had been opened; None: it was open already
+    ready: float | None = None  # seconds until the engine that ran this stage was open; None if it already was
 
     @property
     def token_rate(self) -> float:
-        """Return the prompt and output tokens a second."""
+        """Return the prompt and output tokens per second."""
         return (self.prompt_tokens + self.output_tokens) / self.elapsed
 
     def as_dict(self) -> dict[str, Any]:
@@ -42,8 +42,8 @@ class Stage:
 class RestartResult:
     block_size: int
     stages: tuple[Stage, ...]
-    blocks: int  # found on disk after the restart
-    disk_bytes: int  # taken by the folder
+    blocks: int  # number of blocks found on disk after the restart
+    disk_bytes: int  # bytes that the folder occupies on disk
 
     @property
     def bytes_per_block(self) -> float:
@@ -69,5 +69,5 @@ def run_stage(name: str, target: Generates, requests: Sequence[BenchRequest], re
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return what a folder takes on its disk: blocks that are really there, not the length of sparse files."""
+    """Return the bytes a folder occupies on its disk: allocated blocks, not the length of sparse files."""
     return sum(512 * file.stat().st_blocks for file in folder.rglob("*") if file.is_file())

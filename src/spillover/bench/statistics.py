@@ -1,4 +1,4 @@
-"""Summaries of repeated measurements. Percentiles interpolate linearly, as numpy and vLLM do."""
+"""Summaries of repeated measurements. Percentiles interpolate linearly, as in numpy and vLLM."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-PERCENTILES = (10, 25, 50, 75, 90, 99)  # those of `vllm bench latency`
+PERCENTILES = (10, 25, 50, 75, 90, 99)  # the ranks of `vllm bench latency`
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and the range that holds it with the given confidence."""
+    """A median and the range that contains it with the given confidence."""
 
     median: float
     low: float
@@ -32,7 +32,7 @@ def percentiles(values: Sequence[float], ranks: Sequence[int] = PERCENTILES) -> 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95, resamples: int = 2000,
                     seed: int = 0) -> Interval:
-    """Return the percentile bootstrap interval of the median; of one value, that value."""
+    """Return the percentile bootstrap interval of the median; for one value, that value."""
     data = np.asarray(values, dtype=float)
     if data.size == 0:
         raise ValueError("no values to summarise")
@@ -45,8 +45,8 @@ def median_interval(values: Sequence[float], confidence: float = 0.95, resamples
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times one thing is another: the geometric mean over `count` blocks of pairs, and the range that holds it
-    with the given confidence. One block says nothing about a range."""
+    """Ratio of two quantities: the geometric mean over `count` blocks of pairs, and the range that contains it with the
+    given confidence. A single block gives no range."""
 
     value: float
     low: float | None
@@ -60,10 +60,10 @@ class Ratio:
 
 def paired_ratio(values: Sequence[float], base: Sequence[float], block: int = 1, confidence: float = 0.95,
                  resamples: int = 5000, seed: int = 0) -> Ratio:
-    """Return each value over the base measured beside it, so that a machine whose speed drifts changes both.
+    """Return the ratio of each value to the base measured next to it, so that drift of the machine affects both.
 
-    `block` consecutive pairs count as one, such as two that were taken in opposite order. The range is the wider of a
-    percentile bootstrap over blocks and Student's interval: the first is too narrow for few blocks.
+    `block` consecutive pairs count as one, such as two that were measured in opposite order. The range is the wider of
+    a percentile bootstrap over blocks and Student's interval: the first is too narrow for few blocks.
     """
     blocks = _block_logs(values, base, block)
     count = blocks.size
@@ -80,37 +80,37 @@ def paired_ratio(values: Sequence[float], base: Sequence[float], block: int = 1,
 
 
 def block_ratios(values: Sequence[float], base: Sequence[float], block: int = 1) -> list[float]:
-    """Return what `paired_ratio` is the geometric mean of, one a block."""
+    """Return the ratios of which `paired_ratio` is the geometric mean, one per block."""
     ratios: list[float] = np.exp(_block_logs(values, base, block)).tolist()
     return ratios
 
 
 @dataclass(frozen=True)
 class Sequential:
-    """A ratio that is looked at after every block, as often as one likes and for as long as one likes."""
+    """A ratio that may be inspected after every block, any number of times."""
 
     value: float
-    low: float | None  # None: too few blocks for this confidence
+    low: float | None  # None if there are too few blocks for this confidence
     high: float | None
     count: int
     confidence: float
-    p: float  # chance that equal things ever look as different as these did, at whichever block one stops
+    p: float  # probability that equal quantities ever look as different as these, whichever block one stops at
 
 
 def sequential_ratio(values: Sequence[float], base: Sequence[float], block: int = 1, confidence: float = 0.95,
                      first: int = 2) -> Sequential:
     """Return an anytime-valid confidence sequence of the ratio, from block `first` on.
 
-    The intervals of all numbers of blocks hold the true ratio together with the given confidence, so that a run may
-    stop at whichever block decides it. Logarithms of block ratios are taken as normal with unknown variance; the bound
-    is a mixture of t tests (Lai 1976, Wang and Ramdas 2023), whose closed form is in `_reach`. As all intervals hold
-    together, so does what they have in common, which is what is returned.
+    The intervals for all numbers of blocks contain the true ratio simultaneously with the given confidence, so a run
+    may stop at whichever block decides it. Logarithms of block ratios are assumed normal with unknown variance; the
+    bound is a mixture of t tests (Lai 1976, Wang and Ramdas 2023), whose closed form is in `_reach`. As all intervals
+    hold simultaneously, so does their intersection, which is returned.
     """
     logs = _block_logs(values, base, block)
     count = np.arange(1, logs.size + 1)
-    moved = logs - logs[0]  # exact zeros where all blocks agree
+    moved = logs - logs[0]  # exact zeros if all blocks are equal
     mean = np.cumsum(moved) / count
-    squares = np.maximum(np.cumsum(moved**2) - count * mean**2, 0.0)  # about the mean
+    squares = np.maximum(np.cumsum(moved**2) - count * mean**2, 0.0)  # sum of squares about the mean
     mean += logs[0]
     looked = count >= max(first, least_blocks(confidence))
     reach = np.sqrt(squares[looked] * np.array([_reach(int(n), confidence) for n in count[looked]]))
@@ -118,7 +118,7 @@ def sequential_ratio(values: Sequence[float], base: Sequence[float], block: int 
     low = high = None
     if lows.size:
         low, high = float(lows.max()), float(highs.min())
-        if not low <= mean[-1] <= high:  # as when a machine changes half-way: the last interval holds as well
+        if not low <= mean[-1] <= high:  # e.g. if a machine changes midway: the last interval is valid too
             low, high = float(lows[-1]), float(highs[-1])
     return Sequential(math.exp(float(mean[-1])), None if low is None else math.exp(low),
                       None if high is None else math.exp(high), logs.size, confidence, _sequential_p(mean, squares))
@@ -126,13 +126,13 @@ def sequential_ratio(values: Sequence[float], base: Sequence[float], block: int 
 
 @lru_cache(maxsize=1_000)
 def least_blocks(confidence: float) -> int:
-    """Return the fewest blocks for which a confidence sequence has an interval at all."""
+    """Return the smallest number of blocks for which a confidence sequence has a finite interval."""
     return next(n for n in range(2, 10_000) if math.isfinite(_reach(n, confidence)))
 
 
 def blocks_to_decide(ratio: float, spread: float, confidence: float, margin: float, most: int) -> int:
-    """Estimate how many blocks it takes until an interval excludes 1 or lies within `margin` of it, if `ratio` and the
-    standard deviation `spread` of the blocks' logarithms are the true ones; `most` where that is not enough."""
+    """Estimate the number of blocks until an interval excludes 1 or is within `margin` of it, if `ratio` and the
+    standard deviation `spread` of the blocks' logarithms are the true ones; `most` if that is not enough."""
     away, room = abs(math.log(ratio)), math.log1p(margin)
     for n in range(2, most):
         reach = math.sqrt((n - 1) * _reach(n, confidence)) * spread
@@ -149,8 +149,8 @@ def _reach(count: int, confidence: float) -> float:
     """Return the squared half width of an interval over the sum of squares about the mean; infinite for few blocks.
 
     With n blocks of mean m and sum of squares S, r = SHRINK / (n + SHRINK) and d = m - u, the evidence against a true
-    mean of u is sqrt(r) * ((S + n d^2) / (S + r n d^2)) ** (n / 2): the ratio of likelihoods of a t test, mixed over
-    differences. If u is true it exceeds 1 / alpha, at whichever n, with a chance of at most alpha.
+    mean of u is sqrt(r) * ((S + n d^2) / (S + r n d^2)) ** (n / 2): the likelihood ratio of a t test, mixed over
+    differences. If u is true, it exceeds 1 / alpha at any n with a probability of at most alpha.
     """
     shrunk = SHRINK / (count + SHRINK)
     power = -2 / count * (math.log1p(-confidence) + 0.5 * math.log(shrunk))
@@ -173,14 +173,14 @@ def _block_logs(values: Sequence[float], base: Sequence[float], block: int) -> n
     if len(values) != len(base) or not values:
         raise ValueError(f"{len(values)} values do not pair with {len(base)}")
     logs = np.log(np.asarray(values, dtype=float) / np.asarray(base, dtype=float))
-    if logs.size % block:  # the last block is cut short
+    if logs.size % block:  # the last block is incomplete
         return np.array([logs[start : start + block].mean() for start in range(0, logs.size, block)])
     means: np.ndarray[Any, np.dtype[np.float64]] = logs.reshape(-1, block).mean(axis=1)
     return means
 
 
 def student_quantile(share: float, freedom: int) -> float:
-    """Return a quantile of Student's distribution, for shares of a half and more."""
+    """Return a quantile of Student's distribution, for shares of at least one half."""
     low, high = 0.0, 1.0
     while student_within(high, freedom) < 2 * share - 1:
         low, high = high, 2 * high

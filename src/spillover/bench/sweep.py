@@ -1,8 +1,8 @@
-"""From one request at a time to as many as the server bears: where throughput ends, and which rate keeps a promise.
+"""A sweep of load from one request at a time up to the maximum: peak throughput, and the rate that meets objectives.
 
-First requests one after the other, then as many at once as allowed; between the two rates so found come evenly spaced
-ones in open loop, upwards, until the server no longer keeps up. With objectives, the highest rate that keeps them is
-closed in on by halving.
+The first two steps send requests one after the other, and as many at once as allowed. Evenly spaced rates between the
+two measured ones follow in open loop, ascending, until the server no longer keeps up. With objectives, the highest rate
+that meets them is then narrowed down by bisection.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SYNCHRONOUS, THROUGHPUT, OPEN, REFINED = "synchronous", "throughput", "rate", "r
 
 @dataclass(frozen=True)
 class SweepPlan:
-    steps: int = 10  # in all, the first two included
+    steps: int = 10  # number of steps, including the first two
     max_concurrency: int = 256  # concurrency of the throughput step
     burstiness: float = 1.0
-    seconds: float | None = 30.0  # time of sending per step
+    seconds: float | None = 30.0  # seconds of sending per step
     goodput: Mapping[str, float] | None = None  # objectives in seconds
-    attainment: float = 0.99  # share of requests that must meet them
-    refine: int = 2  # halvings between the last rate that keeps the objectives and the first that does not
+    attainment: float = 0.99  # share of requests that must meet the objectives
+    refine: int = 2  # bisections between the last rate that meets the objectives and the first that does not
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class SweepPlan:
 @dataclass(frozen=True)
 class Step:
     kind: str
-    rate: float | None  # requests a second that were offered; None in closed loop
+    rate: float | None  # offered requests per second; None in closed loop
     whole: ServingMetrics
     steady: ServingMetrics
     run: Run
@@ -60,11 +60,11 @@ class Step:
 
     @property
     def reached(self) -> float:
-        """Return the requests a second that were answered."""
+        """Return the answered requests per second."""
         return max(self.whole.request_throughput, self.steady.request_throughput)
 
     def keeps(self, attainment: float) -> bool:
-        """Return whether the objectives were met by enough requests, all of which were answered."""
+        """Return whether enough requests met the objectives, and all of them were answered."""
         share = self.whole.attainment
         return share is not None and share >= attainment and not self.saturated and not self.whole.failed
 
@@ -81,18 +81,18 @@ class SweepResult:
 
     @property
     def best(self) -> Step:
-        """Return the step of most output tokens a second."""
+        """Return the step with the most output tokens per second."""
         return max(self.steps, key=lambda step: max(step.whole.output_throughput, step.steady.output_throughput))
 
     @property
     def max_rate(self) -> float | None:
-        """Return the highest offered rate at which the objectives were kept; None where none did or none were given."""
+        """Return the highest offered rate that met the objectives; None if none did or none were given."""
         return max((step.rate for step in self.steps if step.rate is not None and step.keeps(self.plan.attainment)),
                    default=None)
 
     @property
     def saturation_rate(self) -> float | None:
-        """Return the lowest rate that the server did not keep up with; None where it kept up with all."""
+        """Return the lowest rate that the server did not keep up with; None if it kept up with all."""
         return min((step.rate for step in self.steps if step.rate is not None and step.saturated), default=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -110,11 +110,11 @@ class SweepResult:
         }
 
 
-Watch = Callable[[str, int], Callable[[Live], None]]  # told of a step's name and requests; gives who follows it
+Watch = Callable[[str, int], Callable[[Live], None]]  # (a step's name, its number of requests) -> progress callback
 
 
 class Sweep:
-    """A sweep over rates: `requests(step)` must give each step other prompts, or the prefix cache is measured."""
+    """A sweep over rates: `requests(step)` must return new prompts for each step, or the prefix cache is measured."""
 
     def __init__(self, requests: Callable[[int], list[ServeRequest]], options: LoadOptions, plan: SweepPlan,
                  watch: Watch | None = None) -> None:
@@ -123,7 +123,7 @@ class Sweep:
         self.steps: list[Step] = []
 
     def run(self) -> Iterator[Step]:
-        """Yield each step as it ends; all are in `result()` afterwards."""
+        """Yield each step as it completes; all are in `result()` afterwards."""
         plan = self._plan
         alone = self._step(SYNCHRONOUS, Arrivals(max_concurrency=1, self_timed=False))
         yield alone
@@ -133,7 +133,7 @@ class Sweep:
         if not high > 0:
             raise SpilloverError("no request of the first two steps was answered" + (
                 f", the first with: {alone.run.failed[0].error}" if alone.run.failed else "; raise --max-seconds"))
-        if low > high / 2:  # it gains nothing from batches: there is no room between the two
+        if low > high / 2:  # batching gains nothing: there are no rates between the two
             low = 0.0
         for rate in np.linspace(low, high, plan.steps - 1)[1:]:
             step = self._open(OPEN, float(rate))
@@ -150,7 +150,7 @@ class Sweep:
         return SweepResult(self._plan, tuple(self.steps))
 
     def _between(self) -> float | None:
-        """Return the rate halfway from the highest that kept the objectives to the lowest above it that did not."""
+        """Return the rate halfway between the highest that met the objectives and the lowest above it that did not."""
         kept = self.result().max_rate
         tried = [step for step in self.steps if step.rate is not None and not step.keeps(self._plan.attainment)]
         above = [step.rate for step in tried if step.rate is not None and (kept is None or step.rate > kept)]
@@ -175,7 +175,7 @@ class Sweep:
 
 
 def run_piles_up(run: Run) -> bool:
-    """Return the same judgement as during a run, on all of it up to the last request sent."""
+    """Return whether requests pile up, judged as during a run, on all samples up to the last request sent."""
     records = sorted(run.completed, key=lambda record: record.chunks[0][0])
     levels = concurrency(run.records)
     last = max((record.sent for record in records), default=-math.inf)

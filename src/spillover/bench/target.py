@@ -1,4 +1,4 @@
-"""What a benchmark drives, seen from outside: the requests it sends, what comes back, and the limits it is held to."""
+"""The interface between a benchmark and the engine it drives: requests, results, and the limits to compare with."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-PHASES = ("queue", "restore", "prefill", "decode")  # of a request, as the server times them
+PHASES = ("queue", "restore", "prefill", "decode")  # phases of a request, as timed by the server
 SOURCES = ("computed", "device", "host", "pool", "disk", "remote")
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """A request in token ids, not text: a decode and encode round trip would change the promised length."""
+    """A request in token ids, not text: decoding and encoding again would change the promised length."""
 
     prompt_token_ids: tuple[int, ...]
     output_len: int
@@ -24,33 +24,33 @@ class BenchRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """One request's result. Seconds are the target's own; zero where it does not tell."""
+    """The result of one request. Seconds are measured by the target; zero if it does not report them."""
 
     output_tokens: int
-    sources: Mapping[str, int] = field(default_factory=dict)  # prompt tokens by source; they add up to the prompt
+    sources: Mapping[str, int] = field(default_factory=dict)  # number of prompt tokens by source; the sum is the prompt
     queue: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
-    first_token: float = 0.0  # from arrival to the first output token
+    first_token: float = 0.0  # seconds from arrival to the first output token
     token_ids: tuple[int, ...] = ()
 
     @property
     def cached(self) -> int:
-        """Return the prompt tokens that were not computed."""
+        """Return the number of prompt tokens that were not computed."""
         return sum(count for source, count in self.sources.items() if source != "computed")
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Totals since the target was made; a benchmark takes differences, except of the first two."""
+    """Totals since the target was created; a benchmark takes differences of all but the first two."""
 
     num_blocks: int = 0
     block_size: int = 0
     steps: int = 0
     preemptions: int = 0
-    # Summed over steps, so that a ratio of the two is the mean over time.
+    # Summed over steps, so that the ratio of the two is the mean over time.
     slots_held: int = 0  # token slots in blocks that requests hold
-    slots_wasted: int = 0  # slots of held blocks without a token: internal fragmentation
+    slots_wasted: int = 0  # slots of held blocks that have no token: internal fragmentation
 
     def since(self, earlier: Counters) -> Counters:
         return Counters(self.num_blocks, self.block_size, self.steps - earlier.steps,
@@ -60,17 +60,17 @@ class Counters:
 
 @dataclass(frozen=True)
 class TierTraffic:
-    """What one KV tier moved since the target was made. `in` is towards the tier, `out` from it; seconds are those
-    that bytes were moving."""
+    """The traffic of one KV tier since the target was created. `in` is to the tier, `out` from it; seconds count only
+    the time in which bytes were moving."""
 
     name: str  # "host" | "pool" | "disk" | "remote"
-    blocks: int = 0  # blocks that it holds now
+    blocks: int = 0  # blocks in the tier now
     bytes_in: int = 0
     bytes_out: int = 0
     seconds_in: float = 0.0
     seconds_out: float = 0.0
     failures: int = 0
-    link_in: float | None = None  # bytes a second that the way there was measured at; None: it was not
+    link_in: float | None = None  # measured bytes per second of the link to the tier; None if not measured
     link_out: float | None = None
 
     def since(self, earlier: TierTraffic) -> TierTraffic:
@@ -84,7 +84,7 @@ class TierTraffic:
                        seconds_out=self.seconds_out + other.seconds_out, failures=self.failures + other.failures)
 
     def directions(self) -> list[tuple[str, int, float | None, float | None]]:
-        """Return (which way, bytes, bytes a second while they moved, that of the link), for each way that was used."""
+        """Return (direction, bytes, bytes per second while moving, bytes per second of the link) by used direction."""
         ways = [("in", self.bytes_in, self.seconds_in, self.link_in),
                 ("out", self.bytes_out, self.seconds_out, self.link_out)]
         return [(way, count, count / seconds if seconds > 0 else None, link)
@@ -99,7 +99,7 @@ class TierTraffic:
 
 @dataclass(frozen=True)
 class Bound:
-    """The least time a piece of work can take on this machine, and why."""
+    """The least time a piece of work can take on this machine, and which resource binds."""
 
     seconds: float
     bytes: float
@@ -108,13 +108,13 @@ class Bound:
 
 
 class Limits(Protocol):
-    """This machine's measured rates and what they allow for this model."""
+    """The measured rates of this machine and the limits that follow from them for the model."""
 
     @property
-    def memory_rate(self) -> float: ...  # bytes read a second
+    def memory_rate(self) -> float: ...  # bytes read per second
 
     @property
-    def matrix_rate(self) -> float: ...  # FLOP a second
+    def matrix_rate(self) -> float: ...  # FLOPs per second
 
     def again(self) -> Limits:
         """Measure the limits again, briefly."""
@@ -127,13 +127,13 @@ class Limits(Protocol):
 
 
 class Generates(Protocol):
-    """A model loaded and ready. `generate` runs each request to exactly its output length."""
+    """A loaded model, ready to use. `generate` runs each request to exactly its output length."""
 
     @property
-    def max_num_seqs(self) -> int: ...  # most requests in one step
+    def max_num_seqs(self) -> int: ...  # maximum number of requests in a step
 
     @property
-    def planned_bytes(self) -> int | None: ...  # what the plan says this process will hold
+    def planned_bytes(self) -> int | None: ...  # planned memory of this process
 
     @property
     def limits(self) -> Limits | None: ...
@@ -148,7 +148,7 @@ class Generates(Protocol):
 
 
 class GeneratesWithTiers(Generates, Protocol):
-    """A target that may keep KV beside the device."""
+    """A target that may keep KV below the device."""
 
     def tiers(self) -> tuple[TierTraffic, ...]:
-        """Return the tiers, nearest first; empty where there are none."""
+        """Return the tiers, nearest first; empty if there are none."""

@@ -1,7 +1,7 @@
-"""Offline throughput: all requests at once, time until the last has ended. vLLM's flags, console lines and JSON keys.
+"""Offline throughput: all requests at once, timed until the last finishes; vLLM's flags, console lines, JSON keys.
 
-A repeat never sees a prompt that an earlier one has left in the prefix cache (see `ServeWorkload`), and the warm-up has
-prompts of its own, so that what is measured is the model and not the cache.
+A repeat never uses a prompt that an earlier one has left in the prefix cache (see `ServeWorkload`), and the warm-up has
+prompts of its own, so that the model is measured and not the cache.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ WARMUP_OUTPUT = 8
 
 @dataclass(frozen=True)
 class Run:
-    """One repeat."""
+    """The result of one repeat."""
 
     elapsed: float
     requests: tuple[BenchRequest, ...]
     output_tokens: int
-    cached: tuple[int, ...]  # prompt tokens of each request that came from a cache
+    cached: tuple[int, ...]  # number of prompt tokens of each request that came from a cache
     sources: dict[str, int]
     counters: Counters
-    rss: int  # bytes resident in this process at the end of the repeat, the target still loaded
+    rss: int  # resident bytes of this process at the end of the repeat, with the target still loaded
 
     @property
     def prompt_tokens(self) -> int:
@@ -53,7 +53,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of a sweep: the options that vary, as shown, and how to make what is measured."""
+    """One row of a sweep: the displayed values of the options that vary, and a factory for the target."""
 
     coordinates: dict[str, str]
     make: Callable[[], Generates]
@@ -68,7 +68,7 @@ class ThroughputResult:
 
     @property
     def typical(self) -> Run:
-        """Return the repeat of median time (the upper one of an even number)."""
+        """Return the repeat with the median time (the upper one if their number is even)."""
         return sorted(self.runs, key=lambda run: run.elapsed)[len(self.runs) // 2]
 
     @property
@@ -82,7 +82,7 @@ class ThroughputResult:
 
     @property
     def occupancy(self) -> float | None:
-        """Return the mean number of requests that drew a token in a step."""
+        """Return the mean number of requests that sampled a token in a step."""
         run = self.typical
         return run.output_tokens / run.counters.steps if run.counters.steps else None
 
@@ -91,13 +91,13 @@ class ThroughputResult:
         total = run.prompt_tokens + run.output_tokens
         return {
             "setting": self.coordinates,
-            # vLLM's keys
+            # keys that vLLM writes too
             "elapsed_time": run.elapsed,
             "num_requests": len(run.requests),
             "total_num_tokens": total,
             "requests_per_second": len(run.requests) / run.elapsed,
             "tokens_per_second": total / run.elapsed,
-            # and ours
+            # keys of our own
             "output_tokens_per_second": run.output_rate,
             "output_tokens_per_second_interval": self.output_rate.as_dict(),
             "total_prompt_tokens": run.prompt_tokens,
@@ -120,7 +120,7 @@ class ThroughputResult:
 
 def measure(setting: Setting, workload: ServeWorkload, num_iters: int = 1, progress: bool = False,
             compiles: bool = False) -> ThroughputResult:
-    """Measure a setting's repeats. `compiles`: the target compiles and captures shapes as it meets them."""
+    """Measure a setting's repeats. `compiles`: the target compiles or captures each shape on first use."""
     target = setting.make()
     try:
         warm_up(target, workload, whole=compiles)
@@ -138,8 +138,8 @@ def measure(setting: Setting, workload: ServeWorkload, num_iters: int = 1, progr
 
 
 def warm_up(target: Generates, workload: ServeWorkload, whole: bool = False) -> None:
-    """Pay first-use costs (kernels, allocators, thread pools) on prompts that never come again. `whole`: in an
-    iteration of full size, so that every shape of a step has been met."""
+    """Incur first-use costs (kernels, allocators, thread pools) on prompts that are not used again. `whole`: run a
+    full-size iteration, so that every shape of a step has occurred."""
     requests = offline(workload, WARMUP)
     if whole:
         target.generate(requests)
@@ -150,7 +150,7 @@ def warm_up(target: Generates, workload: ServeWorkload, whole: bool = False) -> 
 
 
 def offline(workload: ServeWorkload, repeat: int) -> list[BenchRequest]:
-    """Return the requests of a repeat to send all at once, as token ids."""
+    """Return the requests of a repeat as token ids, to send all at once."""
     requests = []
     for request in workload.requests(repeat):
         assert isinstance(request.prompt, tuple)
@@ -159,9 +159,9 @@ def offline(workload: ServeWorkload, repeat: int) -> list[BenchRequest]:
 
 
 def give_back_memory() -> None:
-    """Give freed memory back to the system, so that the next setting of a sweep is not charged with this one's."""
+    """Return freed memory to the system, so that it is not counted in the next setting of a sweep."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc has nothing to trim
+    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -1,7 +1,7 @@
-"""KV tiers side by side: what they cost where nothing is reused, and what they save where everything is.
+"""Benchmarks of KV tiers: their cost where nothing is reused, and their gain where everything is.
 
-The arms of a comparison take turns, in alternating order, and every ratio is of values that were measured one after the
-other: a machine whose speed drifts changes both. All arms get the same prompts and must give the same tokens.
+The arms of a comparison take turns, in alternating order, and every ratio is of values measured one after the other, so
+that drift of the machine affects both. All arms get the same prompts and must produce the same tokens.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from spillover.bench.target import SOURCES, BenchRequest, Completion, GeneratesW
 from spillover.bench.throughput import give_back_memory, offline
 from spillover.bench.workloads.workloads import WARMUP, Conversations
 
-Progress = Callable[[int, int], None]  # turns done, and of how many
-SETTLE_SECONDS = 0.05  # the threads of the arm that ran last spin for a while
+Progress = Callable[[int, int], None]  # (turns completed, total turns)
+SETTLE_SECONDS = 0.05  # seconds in which threads of the previous arm may still be spinning
 
 
 @dataclass(frozen=True)
 class Arm:
     name: str
-    make: Callable[[], GeneratesWithTiers] | None  # None: it cannot run here
-    note: str = ""  # how it is set up, or what it is missing
+    make: Callable[[], GeneratesWithTiers] | None  # factory of the target; None if the arm cannot run here
+    note: str = ""  # the arm's configuration, or why it cannot run
 
 
 class Lineup:
-    """Arms that take turns: all open at once, or where memory is short one at a time."""
+    """Arms that take turns: all open at once, or one at a time if memory is short."""
 
     def __init__(self, arms: Sequence[Arm], together: bool, warm_up: Callable[[GeneratesWithTiers], None]) -> None:
         self._makers = {arm.name: arm.make for arm in arms if arm.make is not None}
         self._together = together
         self._warm_up = warm_up
         self._open: dict[str, GeneratesWithTiers] = {}
-        self._before: dict[str, tuple[TierTraffic, ...]] = {}  # what the warm-up moved
-        self._moved: dict[str, tuple[TierTraffic, ...]] = {}  # by targets that are closed
-        self.limits: Limits | None = None  # the same for all arms, as is the model
+        self._before: dict[str, tuple[TierTraffic, ...]] = {}  # traffic of the warm-up, by arm
+        self._moved: dict[str, tuple[TierTraffic, ...]] = {}  # traffic of targets that are closed, by arm
+        self.limits: Limits | None = None  # the same for all arms, which share the model
         self.max_num_seqs = 1
 
     def __enter__(self) -> Lineup:
@@ -62,7 +62,7 @@ class Lineup:
         return list(self._makers)
 
     def order(self, turn: int) -> list[str]:
-        """Return the arms, forward and backward in turn."""
+        """Return the arms, in forward order on even turns and in reverse on odd ones."""
         return self.names[::-1] if turn % 2 else self.names
 
     def target(self, name: str) -> GeneratesWithTiers:
@@ -75,11 +75,11 @@ class Lineup:
             self._warm_up(target)
             self._before[name] = target.tiers()
             gc.collect()
-            gc.freeze()  # what engines hold for good is not looked through again between turns
+            gc.freeze()  # long-lived objects of engines are not traversed again between turns
         return self._open[name]
 
     def generate(self, name: str, requests: Sequence[BenchRequest]) -> tuple[list[Completion], float]:
-        """Return the completions, and the seconds until copies to other tiers had ended as well."""
+        """Return the completions, and the seconds until copies to other tiers had completed too."""
         target = self.target(name)
         gc.collect()
         time.sleep(SETTLE_SECONDS)
@@ -88,7 +88,7 @@ class Lineup:
         return completions, time.perf_counter() - start
 
     def traffic(self, name: str) -> tuple[TierTraffic, ...]:
-        """Return what an arm has moved since its warm-up."""
+        """Return the traffic of an arm since its warm-up."""
         if name not in self._open:
             return self._moved.get(name, ())
         now = _each(self._open[name].tiers(), self._before[name], TierTraffic.since)
@@ -109,14 +109,14 @@ class Lineup:
 
 @dataclass
 class Agreement:
-    """Whether arms gave the same tokens to the same prompts."""
+    """A check that all arms produce the same tokens for the same prompts."""
 
     compared: int = 0
-    different: list[str] = field(default_factory=list)  # which arm, on which prompt
+    different: list[str] = field(default_factory=list)  # descriptions of the arm and prompt of each difference
     _known: dict[Any, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def take(self, prompt: Any, arm: str, tokens: tuple[int, ...]) -> None:
-        """Compare an arm's tokens with the first arm's. `prompt`: what it is called, the same for every arm."""
+        """Compare an arm's tokens with the first arm's. `prompt`: a name of the prompt, the same for every arm."""
         first, expected = self._known.setdefault(prompt, (arm, tokens))
         if first == arm:
             return
@@ -132,8 +132,8 @@ class Agreement:
 class Repeat:
     """One turn of an arm: all requests at once."""
 
-    elapsed: float  # from the first request to the last token
-    settled: float  # until copies to other tiers had ended as well
+    elapsed: float  # seconds from the first request to the last token
+    settled: float  # seconds until copies to other tiers had completed too
     output_tokens: int
     first_tokens: tuple[float, ...]  # TTFT of each request
     token_times: tuple[float, ...]  # TPOT of each request with more than one token
@@ -148,7 +148,7 @@ class Repeat:
 class NoReuseResult:
     arm: Arm
     repeats: tuple[Repeat, ...] = ()
-    ratio: Ratio | None = None  # of output tokens a second, to the first arm
+    ratio: Ratio | None = None  # ratio of output tokens per second to the first arm's
     traffic: tuple[TierTraffic, ...] = ()
     limit: Achieved | None = None
 
@@ -191,10 +191,10 @@ class NoReuseResult:
 
 def no_reuse(arms: Sequence[Arm], workload: ServeWorkload, repeats: int, together: bool, agreement: Agreement,
              on_turn: Progress = lambda done, total: None) -> list[NoReuseResult]:
-    """Measure prompts that never come again, as ratios to the first arm over blocks of two opposite repeats."""
+    """Measure prompts that are never repeated, as ratios to the first arm over blocks of two opposite repeats."""
 
     def warm_up(target: GeneratesWithTiers) -> None:
-        target.generate(offline(workload, WARMUP))  # fills the device's pool, so that what follows evicts
+        target.generate(offline(workload, WARMUP))  # fills the device's pool, so that later requests evict
 
     with Lineup(arms, together, warm_up) as lineup:
         done: dict[str, list[Repeat]] = {name: [] for name in lineup.names}
@@ -222,10 +222,10 @@ def no_reuse(arms: Sequence[Arm], workload: ServeWorkload, repeats: int, togethe
 
 @dataclass(frozen=True)
 class Turn:
-    """One question to one chat."""
+    """One question in one chat."""
 
     chat: int
-    turn: int  # 0: the chat begins
+    turn: int  # 0 for the first turn of the chat
     first_token: float
     sources: dict[str, int]
 
@@ -234,12 +234,12 @@ class Turn:
 class MultiTurnResult:
     arm: Arm
     turns: tuple[Turn, ...] = ()
-    speedup: Ratio | None = None  # TTFT of the first arm over this one's, same chat and turn
+    speedup: Ratio | None = None  # TTFT of the first arm over this one's, for the same chat and turn
     traffic: tuple[TierTraffic, ...] = ()
 
     @property
     def warm(self) -> list[Turn]:
-        """Return those whose prompt, but for the last question, was there before."""
+        """Return the turns whose prompt, except for the last question, was sent before."""
         return [turn for turn in self.turns if turn.turn > 0]
 
     @property
@@ -276,8 +276,8 @@ class MultiTurnResult:
 
 def multi_turn(arms: Sequence[Arm], workload: Conversations, first_rounds: int, together: bool, agreement: Agreement,
                on_turn: Progress = lambda done, total: None) -> list[MultiTurnResult]:
-    """Run one request at a time, chat after chat. The first arm, which computes every prompt anew, stops after
-    `first_rounds`; where it took part, each TTFT is compared with its own on the same prompt."""
+    """Run one request at a time, chat after chat. The first arm, which recomputes every prompt, stops after
+    `first_rounds`; up to then, each TTFT is compared with the first arm's for the same prompt."""
 
     def warm_up(target: GeneratesWithTiers) -> None:
         prompt = workload.vocabulary.draw(np.random.default_rng([workload.seed, 0]), workload.prefix_len)
@@ -291,7 +291,7 @@ def multi_turn(arms: Sequence[Arm], workload: Conversations, first_rounds: int, 
         visits = [(turn, chat) for turn in range(workload.rounds) for chat in workload.order(turn)]
         if together:
             plan = [(name, turn, chat) for index, (turn, chat) in enumerate(visits) for name in lineup.order(index)]
-        else:  # an arm's tiers last as long as it is open
+        else:  # an arm's tiers exist only while it is open
             plan = [(name, turn, chat) for name in lineup.names for turn, chat in visits]
         plan = [(name, turn, chat) for name, turn, chat in plan if turn < rounds[name]]
         for index, (name, turn, chat) in enumerate(plan, start=1):
@@ -327,7 +327,7 @@ def _repeat(completions: Sequence[Completion], settled: float) -> Repeat:
 
 
 def _limit(lineup: Lineup, workload: ServeWorkload, result: NoReuseResult) -> Achieved | None:
-    """Return how close the median time came to what the machine allows."""
+    """Return how close the median time came to the limit of the machine."""
     if lineup.limits is None:
         return None
     requests = offline(workload, 0)  # all repeats have the same lengths
@@ -341,6 +341,6 @@ def _sum_sources(counts: Sequence[Any]) -> dict[str, int]:
 
 def _each(now: Sequence[TierTraffic], other: Sequence[TierTraffic],
           combine: Callable[[TierTraffic, TierTraffic], TierTraffic]) -> tuple[TierTraffic, ...]:
-    """Combine two reports tier by tier; one that the other does not have stays as it is."""
+    """Combine two reports tier by tier; a tier that is missing in `other` stays unchanged."""
     by_name = {tier.name: tier for tier in other}
     return tuple(combine(tier, by_name[tier.name]) if tier.name in by_name else tier for tier in now)

@@ -1,4 +1,4 @@
-"""Tables of the KV tiers: each number with how many measurements it comes from, each rate beside its link."""
+"""Tables of the KV tiers: each number with the number of measurements, each rate with that of its link."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def multi_turn_table(results: Sequence[MultiTurnResult], title: str) -> Table:
 
 
 def traffic_table(traffic: Mapping[str, Sequence[TierTraffic]]) -> Table:
-    """Return the table of bytes moved between tiers. `traffic`: by arm."""
+    """Return the table of bytes moved between tiers, from traffic by arm."""
     table = make_table("Moved meanwhile", "tiers", "way", "moved", "while moving", "link", "of link", "failures")
     for arm, tiers in traffic.items():
         for tier in tiers:

@@ -1,1 +1,1 @@
-"""The `spill` command. Each file is one command; heavy imports happen inside it, so that `spill --help` is instant."""
+"""The `spill` command. Each file is one command and does heavy imports inside it, so that `spill --help` is instant."""

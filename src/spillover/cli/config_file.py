@@ -1,4 +1,4 @@
-"""`--config FILE`: a command's flags from a JSON, TOML or YAML file. What the command line gives wins."""
+"""`--config FILE`: a command's flags from a JSON, TOML or YAML file. The command line has precedence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def config_file_option(command: Command) -> Command:
-    """Give a command `--config`; it must stand above the options that a file may set."""
+    """Add `--config` to a command; it must be above the options that a file may set."""
     option = click.option("--config", is_eager=True, expose_value=False, metavar="FILE", callback=_use,
                           help="Flags from a .json, .toml or .yaml file, by their names; the command line wins.")
     return option(command)
@@ -70,7 +70,7 @@ def _parse(text: str, file: Path) -> Any:
 
 
 def _value(param: click.Option, value: Any, where: str) -> Any:
-    """Return a value as click wants a default: a list for repeated options, text or a switch otherwise."""
+    """Return a value as a default for click: a list for repeated options, text or a switch otherwise."""
     many = value if isinstance(value, list) else [value]
     if any(isinstance(one, dict | list) or one is None for one in many) or (isinstance(value, list)
                                                                             and not param.multiple):

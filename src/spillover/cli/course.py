@@ -1,4 +1,4 @@
-"""`spill course`: sixteen weeks of experiments on serving, with checks, and a book of what was measured."""
+"""`spill course`: sixteen weeks of experiments on serving, with checks, and a book of the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RESULTS = "course-results"
 TONES = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
-LOG_TAIL = 2_000  # characters of a failed command's output
+LOG_TAIL = 2_000  # maximum characters of a failed command's output
 
 results_option = click.option("--results", default=RESULTS, show_default=True, metavar="DIR",
                               type=click.Path(path_type=Path), help="Folder of results.")
@@ -31,7 +31,7 @@ results_option = click.option("--results", default=RESULTS, show_default=True, m
 
 @click.group()
 def course() -> None:
-    """Learn how serving works, in sixteen weeks of experiments that end in tables, plots and checks.
+    """Learn how serving works, in sixteen weeks of experiments with tables, plots and checks.
 
     \b
     Examples:
@@ -48,7 +48,7 @@ def course() -> None:
 @course.command("list")
 @results_option
 def list_weeks(results: Path) -> None:
-    """List the weeks: what each is about, what it may be run on, how long it takes, and how its checks stand."""
+    """List the weeks: title, supported engines, maximum duration, and the outcome of their checks."""
     from spillover.bench.table import make_table
     from spillover.cli.lab.lab_run import duration
     from spillover.course.runs import runs_of
@@ -70,7 +70,7 @@ def list_weeks(results: Path) -> None:
 @course.command()
 @click.argument("week")
 def show(week: str) -> None:
-    """Show a week: its page, what it runs, its table of metrics, the expected shape, and questions."""
+    """Show a week: its page, table of metrics, expected shape, and questions."""
     from rich.markdown import Markdown
 
     from spillover.bench.table import make_table
@@ -95,17 +95,17 @@ def show(week: str) -> None:
 @click.option("--scale", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
               help="Size: cpu is made for two cores and the default model, gpu is the size of the course's document.")
 @click.option("--engine", type=click.Choice(["spillover", "vllm", "sglang"]), default="spillover", show_default=True,
-              help="Engine whose mechanism is measured, where a week has arms for it.")
+              help="Engine to measure, if the week supports it.")
 @click.option("--model", default=None, help="Model of all arms and commands that name none.")
 @click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto", show_default=True,
               help="dummy: random weights of the true shape; every number is labelled so.")
 @click.option("--gpu-memory", default=None, metavar="SIZE",
-              help="Device memory of every server and command; servers then stay up beside each other.")
+              help="Device memory of every server and command; servers then stay up at the same time.")
 @click.option("--prompts", type=click.IntRange(1), default=None, metavar="N",
-              help="At most N requests in a run: a short look at a large size.")
+              help="Maximum requests per run, for a quick look at a large size.")
 @click.option("--limit", default=None, metavar="TIME",
-              help="Time of each week, such as 60s: nothing is begun after it. What was measured is kept and goes on "
-                   "with the same command.")
+              help="Time limit of each week, such as 60s: nothing is started after it. Results are kept, and the same "
+                   "command continues.")
 @click.option("--sbatch", default=None, is_flag=False, flag_value="", metavar="[FILE]",
               help="Write a job file for Slurm and run nothing. [default: weekNN.sbatch]")
 @click.option("--nodes", type=click.IntRange(1, 64), default=1, show_default=True,
@@ -113,12 +113,12 @@ def show(week: str) -> None:
 @click.option("--ray", is_flag=True,
               help="Run the replicas of arms that have several on a Ray cluster (RAY_ADDRESS, or this machine's).")
 @click.option("--dry-run", is_flag=True, help="Show what would be run; run nothing.")
-@click.option("--again", is_flag=True, help="Go on with experiments that have ended already; repeat commands.")
+@click.option("--again", is_flag=True, help="Continue experiments that have already stopped; repeat commands.")
 @results_option
 def run(week: str, scale: str, engine: str, model: str | None, load_format: str, gpu_memory: str | None,
         prompts: int | None, limit: str | None, sbatch: str | None, nodes: int, ray: bool, dry_run: bool, again: bool,
         results: Path) -> None:
-    """Run WEEK, a number from 1 to 16, several with commas, or `all`; check; write the book. It resumes.
+    """Run WEEK, a number from 1 to 16, several with commas, or `all`; check it; write the book. Resumes earlier runs.
 
     \b
     Examples:
@@ -138,7 +138,7 @@ def run(week: str, scale: str, engine: str, model: str | None, load_format: str,
     flags |= {} if gpu_memory is None else {"gpu-memory": gpu_memory}
     seconds = math.inf if limit is None else parse_seconds(limit)
     if nodes > 1 and sbatch is None:
-        raise SpilloverError("--nodes is of a job: give --sbatch too")
+        raise SpilloverError("--nodes applies to a job file: give --sbatch too")
     if sbatch is not None:
         if sbatch and len(chosen) > 1:
             raise click.BadParameter("give no FILE with all: every week has a job file of its own")
@@ -157,7 +157,7 @@ def run(week: str, scale: str, engine: str, model: str | None, load_format: str,
                 for step in commands(each, scale, engine)}
         _run_week(console, one, made[each.number], todo, time.monotonic() + seconds, dry_run, again)
         if not dry_run:
-            write_book(results, results / "book.html")  # as it goes: what comes after may be cut off
+            write_book(results, results / "book.html")  # after every week, as a later one may be interrupted
     if not dry_run:
         runs = [CourseRun.of(results, each, scale, engine) for each in chosen]
         stands = [outcome.outcome for one in runs for outcome in outcomes_of(one)]
@@ -167,12 +167,12 @@ def run(week: str, scale: str, engine: str, model: str | None, load_format: str,
 
 @course.command()
 @click.argument("week")
-@click.option("--scale", type=click.Choice(["cpu", "gpu"]), default=None, help="Of this size. [default: the last run]")
+@click.option("--scale", type=click.Choice(["cpu", "gpu"]), default=None, help="Run size. [default: the last run]")
 @click.option("--engine", type=click.Choice(["spillover", "vllm", "sglang"]), default=None,
-              help="On this engine. [default: the last run]")
+              help="Engine of the run. [default: the last run]")
 @results_option
 def check(week: str, scale: str | None, engine: str | None, results: Path) -> None:
-    """Hold the last run of WEEK against the expected shape; exit code 1 where an expectation does not hold."""
+    """Check the last run of WEEK against the expected shape; exit with code 1 if an expectation does not hold."""
     from spillover.course.runs import runs_of
 
     console = make_console()
@@ -197,9 +197,9 @@ def check(week: str, scale: str | None, engine: str | None, results: Path) -> No
               help="Also write weeks, minutes, metrics and checks with their numbers.")
 @click.option("--markdown", default=None, type=click.Path(path_type=Path), metavar="FILE",
               help="Also write the checks as a table.")
-@click.option("--note", default="", metavar="TEXT", help="What to know of the run, for the JSON file.")
+@click.option("--note", default="", metavar="TEXT", help="Note about the run for the JSON file.")
 def report(results: Path, out: Path | None, output_json: Path | None, markdown: Path | None, note: str) -> None:
-    """Write the book from what was run: one HTML file with contents, light and dark, that needs no network.
+    """Write the book of all results: one self-contained HTML file that needs no network.
 
     \b
     Example:
@@ -260,11 +260,11 @@ def _run_week(console: Console, one: CourseRun, made: dict[str, Any], todo: dict
                 run_in_terminal(console, experiment, folder, monitors=True, answered=answered(one, name),
                                 deadline=deadline)
                 write_report(folder)
-            except SpilloverError as error:  # the other steps and weeks go on; the book says why this one did not
+            except SpilloverError as error:  # other steps and weeks continue; the book shows the error
                 console.print(str(error), style="red", highlight=False, markup=False)
                 one.note(name, reason=str(error), done=False, seconds=before + time.monotonic() - begun)
                 continue
-            cut = time.monotonic() >= deadline  # what was cut goes on with the same command
+            cut = time.monotonic() >= deadline  # an interrupted step is resumed by the same command
             one.note(name, done=not cut, reason=None, seconds=before + time.monotonic() - begun)
     if not dry_run:
         one.note()
@@ -331,7 +331,7 @@ def _write_job(week: Week, path: Path, scale: str, engine: str, model: str | Non
     from spillover.course.steps import experiments
 
     if nodes > 1:
-        on_ray(week, experiments(week, scale, model=model))  # refuses a week that has nothing for it
+        on_ray(week, experiments(week, scale, model=model))  # raises if the week has no replicas
     command = ["spill", "course", "run", str(week.number), "--scale", scale]
     command += [] if engine == "spillover" else ["--engine", engine]
     command += [] if model is None else ["--model", model]

@@ -1,4 +1,4 @@
-"""`spill draft`: draft models, which make another model faster."""
+"""`spill draft`: training of draft models, which speed up another model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spillover.units import format_bytes
 
 @click.group()
 def draft() -> None:
-    """Train draft models, which guess what another model will say.
+    """Train draft models, which predict the tokens of another model.
 
     \b
     Example:
@@ -26,13 +26,13 @@ def draft() -> None:
               help="Folder to write; answers and checkpoints go to DIR/training, which may be removed afterwards.")
 @click.option("--data", type=click.Path(path_type=Path), metavar="FILE",
               help="Prompts that the model answers: one a line, or .json and .jsonl with texts or conversations, of "
-                   "which the first message counts. Without it the model is asked for prompts.")
+                   "which the first message is used. Without it the model generates prompts.")
 @click.option("--method", type=NearestChoice(("draft_model", "eagle3")), default="draft_model", show_default=True,
               help="A small model that drafts by itself, or an EAGLE-3 head, which reads the model's hidden states.")
 @click.option("--layers", type=click.IntRange(1), default=2, show_default=True, metavar="N",
               help="Layers of the draft model, which begin as the model's first and last ones.")
 @click.option("--draft-vocab", type=click.IntRange(0), default=8192, show_default=True, metavar="N",
-              help="Tokens that it knows, the most frequent of the answers; 0 is all of the model's.")
+              help="Size of its vocabulary, the most frequent tokens of the answers; 0 is the whole vocabulary.")
 @click.option("--answers", type=click.IntRange(1), default=4000, show_default=True, metavar="N",
               help="Answers to learn from, every second one greedy, the others at temperature 0.7.")
 @click.option("--answer-tokens", type=click.IntRange(1), default=256, show_default=True, metavar="N",
@@ -44,15 +44,15 @@ def draft() -> None:
               help="Highest learning rate, which rises at first and falls to a twentieth.")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of answers and batches.")
 @click.option("--device", type=NearestChoice(("auto", "cpu", "cuda")), default="auto", show_default=True,
-              help="Device to answer and to train on.")
-@click.option("--resume", is_flag=True, help="Go on with the training in DIR, with the answers that are there.")
+              help="Device for generating answers and for training.")
+@click.option("--resume", is_flag=True, help="Continue the training in DIR with its answers.")
 def train(model: str, folder: Path, data: Path | None, method: str, layers: int, draft_vocab: int, answers: int,
           answer_tokens: int, steps: int, batch_tokens: int, learning_rate: float, seed: int, device: str,
           resume: bool) -> None:
     """Train a small draft model for MODEL on its own answers.
 
     The model answers prompts; a decoder of a few layers learns to give its tokens the same probabilities. The folder
-    holds a Llama of those layers in bfloat16, and which of the model's tokens it knows. Serve with it by
+    contains a Llama model of those layers in bfloat16, and the list of tokens in its vocabulary. Serve with it by
     --speculative-model. With --method eagle3 it is an EAGLE-3 head in the published format, for the method eagle3.
 
     \b

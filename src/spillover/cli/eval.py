@@ -1,4 +1,4 @@
-"""`spill eval`: tasks on a model here or behind a URL; `spill eval compare`: two results, item by item."""
+"""`spill eval`: tasks on a local model or behind a URL; `spill eval compare`: two results, item by item."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 URLS = ("http://", "https://")
 DEFAULT = "SmolLM2-135M-Instruct"
-# What --reference leaves out of the engine's flags: the reference is the model as it is stored, with KV as computed.
+# Flags that --reference resets: the reference is the model as stored, with unquantised KV.
 QUANTISES = ("kv_cache_dtype", "spill_dtype", "quantization", "calibrate")
-# Flags that change a model's numbers, and so make results other ones; memory plans do not.
+# Flags that change a model's numbers, and are therefore part of the name of results; memory plans do not.
 CHANGES_NUMBERS = (*QUANTISES, "weight_codes", "dtype", "device", "fast", "load_format", "tokenizer", "chat_template")
 
 
 class EvalGroup(click.Group):
-    """Runs tasks unless the first word is a command, so that `spill eval MODEL` and `spill eval compare` both work."""
+    """A group that runs tasks unless the first word is a command: for `spill eval MODEL` and `spill eval compare`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
@@ -55,29 +55,29 @@ class RunCommand(click.Command):
 
 @click.group("eval", cls=EvalGroup)
 def evaluate() -> None:
-    """Measure what a model knows, and how far a quantised one is from the original."""
+    """Evaluate a model on tasks, or a quantised model against the original."""
 
 
 @evaluate.command("run", cls=RunCommand)
 @click.option("--task", "tasks", multiple=True, required=True, metavar="NAME[=FILE]",
               help="perplexity, hellaswag, arc-easy, arc-challenge, mmlu, gsm8k, gsm8k-chat or ifeval; may be given "
-                   "more than once. FILE instead of the task's own name in --data.")
+                   "more than once. FILE replaces the task's default file in --data.")
 @click.option("--data", default=".", show_default=True, metavar="DIR", help="Folder with the tasks' files.")
 @click.option("--limit", type=click.IntRange(min=1), default=None,
-              help="Ask the first N items of each task, windows of perplexity. [default: all]")
+              help="Run only the first N items of each task, or windows of perplexity. [default: all]")
 @click.option("--output", default=None, metavar="FILE.jsonl",
-              help="Write every item's result as soon as it is known. Run again, the command continues what is there.")
+              help="Write every item's result as soon as it is available; the same command continues from there.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True,
-              help="Items asked at the same time.")
+              help="Number of concurrent items.")
 @click.option("--window", type=click.IntRange(min=1), default=1024, show_default=True,
-              help="perplexity: tokens that a token is predicted from, at most.")
+              help="perplexity: maximum tokens of context.")
 @click.option("--stride", type=click.IntRange(min=1), default=None,
-              help="perplexity: tokens scored per window; fewer give each more before it. [default: --window]")
+              help="perplexity: tokens scored per window; fewer give each token more context. [default: --window]")
 @click.option("--reference", default=None, metavar="MODEL|URL",
               help="perplexity: also measure KL divergence from this model and top-1 agreement with it, on the same "
-                   "tokens. It runs first, with the same flags but its own weights and KV as they are.")
+                   "tokens. It runs first, with the same flags but without quantising weights or KV.")
 @click.option("--reference-dir", default=None, metavar="DIR",
-              help="Keep what the reference says in this folder and use it again. [default: a folder that is deleted]")
+              help="Keep the reference's results in this folder and reuse them. [default: a folder that is deleted]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--api-key", default=None, help="API key to send to a URL. [default: OPENAI_API_KEY of the environment]")
 @engine_options()
@@ -86,7 +86,7 @@ def run(config: EngineConfig, tasks: tuple[str, ...], data: str, limit: int | No
         as_json: bool, api_key: str | None) -> None:
     """Run tasks on a model, or on any OpenAI-compatible server by its URL, and show scores with their 95% intervals.
 
-    `spill eval compare A.jsonl B.jsonl` compares two results, item by item. docs/eval.md says what each number is.
+    `spill eval compare A.jsonl B.jsonl` compares two results, item by item. docs/eval.md defines each number.
 
     \b
     Examples:
@@ -136,8 +136,8 @@ def run(config: EngineConfig, tasks: tuple[str, ...], data: str, limit: int | No
 @click.argument("base")
 @click.argument("other")
 def compare(base: str, other: str) -> None:
-    """Compare two results of spill eval on the items that both have: is OTHER better than BASE, worse, or is no
-    difference shown?
+    """Compare two results of spill eval on their common items: is OTHER better than BASE, worse, or is no difference
+    shown?
 
     \b
     Example:
@@ -161,7 +161,7 @@ def compare(base: str, other: str) -> None:
 
 
 def _check_alike(task: str, first: dict[str, Any], second: dict[str, Any]) -> None:
-    both = "reference" in first and "reference" in second  # else perplexity alone is compared
+    both = "reference" in first and "reference" in second  # otherwise only perplexity is compared
     free = ("model", "data", *(() if both else ("reference", "divergence")))
     for name in {**first, **second}:
         if name not in free and first.get(name) != second.get(name):
@@ -186,7 +186,7 @@ def _open(config: EngineConfig, api_key: str | None) -> Target:
 
 
 def _named(config: EngineConfig) -> str:
-    """Return the model with the flags that change its numbers, as they are typed."""
+    """Return the model and the flags that change its numbers, as on the command line."""
     given = [(item.name, getattr(config, item.name)) for item in dataclasses.fields(config)
              if item.name in CHANGES_NUMBERS and getattr(config, item.name) != item.default]
     return " ".join([config.model or DEFAULT, *(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
@@ -204,7 +204,7 @@ def _reference(config: EngineConfig, model: str, folder: str | None) -> Iterator
 
 
 def _reference_config(config: EngineConfig, model: str) -> EngineConfig:
-    """Return the reference's flags: as they were given, but with nothing that changes its numbers."""
+    """Return the reference's flags: the given ones, except those that change the model's numbers."""
     kept = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)
             if item.name not in QUANTISES and not (model.startswith(URLS) and item.name != "tokenizer")}
     return EngineConfig.from_flags(**kept | {"model": model})

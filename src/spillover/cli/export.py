@@ -21,9 +21,8 @@ from spillover.units import parse_bytes
 def export(model: str, folder: Path | None, dtype: str, max_shard_size: str, force: bool) -> None:
     """Write a model as a Hugging Face folder.
 
-    Safetensors, config, generation config, tokenizer and chat template, as transformers, vLLM and SGLang read them.
-    MODEL is a name, a folder or a GGUF file. Without DIR the export is made once and kept in the cache; its path is
-    printed.
+    It has safetensors, config, generation config, tokenizer and chat template, for transformers, vLLM and SGLang. MODEL
+    is a name, a folder or a GGUF file. Without DIR the export is made once and kept in the cache; its path is printed.
 
     \b
     Examples:

@@ -22,7 +22,7 @@ STDIN = "-"
 
 
 def _place_model(flags: dict[str, Any], given: dict[str, Any]) -> None:
-    """Take the first of two positional words as the model."""
+    """Use the first of two positional words as the model."""
     words = given["words"]
     if len(words) > 2:
         raise SpilloverError("generate takes a prompt, or a model and a prompt; put a prompt of several words in "
@@ -47,7 +47,7 @@ def generate(config: EngineConfig, sampling: dict[str, Any], words: tuple[str, .
              as_json: bool) -> None:
     """Complete a prompt.
 
-    PROMPT, or - for what is piped in; the text is printed as it grows. With two words, the first is the model.
+    PROMPT is a text, or - for standard input; the answer is streamed. With two words, the first is the model.
 
     \b
     Examples:
@@ -90,7 +90,7 @@ def _prompt(word: str | None) -> str:
 
 
 def _schema(given: str) -> dict[str, object]:
-    """Return a JSON schema, in full or from a file."""
+    """Return a JSON schema, given as text or as a file."""
     text, where = given, "--schema"
     if not given.lstrip().startswith("{"):
         where = f"--schema {given}"

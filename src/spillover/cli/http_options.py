@@ -1,4 +1,4 @@
-"""Options of every command that listens for HTTP: where, how much it takes, TLS, how it stops, its log."""
+"""Options of all commands that serve HTTP: address, limits, TLS, shutdown, log."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ OPTIONS = (
     click.option("--host", default="127.0.0.1", show_default=True,
                  help="Address to listen on; 0.0.0.0 lets other machines in."),
     click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535),
-                 help="Port to listen on; 0 takes a free one."),
+                 help="Port to listen on; 0 picks a free one."),
     click.option("--api-key", "api_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_API_KEY",
-                 help="Ask clients for this key; may be given more than once.  [env: SPILLOVER_API_KEY]"),
+                 help="Require this key from clients; may be given more than once.  [env: SPILLOVER_API_KEY]"),
     click.option("--max-request-bytes", default="4MiB", show_default=True, metavar="SIZE",
                  help="Maximum size of a request body."),
     click.option("--max-connections", default=4096, show_default=True, type=click.IntRange(min=1),
@@ -30,9 +30,9 @@ OPTIONS = (
     click.option("--ssl-keyfile", default=None, metavar="FILE",
                  help="The certificate's key (PEM), if it is not in the same file."),
     click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(min=0),
-                 help="Maximum time that running requests may take to end after Ctrl-C or SIGTERM."),
+                 help="Maximum time for running requests to finish after Ctrl-C or SIGTERM."),
     click.option("--shutdown-delay-seconds", default=0.0, show_default=True, type=click.FloatRange(min=0),
-                 help="Go on taking requests for this long after SIGTERM while /readyz already answers 503, so that "
+                 help="Keep accepting requests for this long after SIGTERM while /readyz already answers 503, so that "
                       "load balancers notice first."),
     click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="Log one line per request."),
     click.option("--log-format", default="text", show_default=True, type=click.Choice(("text", "json")),
@@ -41,14 +41,14 @@ OPTIONS = (
 
 
 def http_options(command: Any) -> Any:
-    """Give a command these options."""
+    """Add these options to a command."""
     for option in reversed(OPTIONS):
         command = option(command)
     return command
 
 
 def check_certificate(certificate: str | None, key: str | None) -> None:
-    """Refuse a certificate and key that HTTPS cannot be served with; before anything is loaded."""
+    """Refuse a certificate and key that HTTPS cannot be served with, before anything is loaded."""
     import ssl
 
     if certificate is None:

@@ -1,4 +1,4 @@
-"""Opening a model for a person at a terminal: what is fetched and loaded is shown on stderr while it happens."""
+"""Opening of a model in a terminal: downloads and loading are shown on stderr as they happen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def look_at(config: EngineConfig) -> PlannedModel:
-    """Find the model, fetching it if it is not here yet, and plan for it; loads nothing."""
+    """Find the model, downloading it if necessary, and plan for it; loads no weights."""
     with stages() as show:
         resolve(config.model, show)
         show(IMPORTING, 0, 0)
@@ -44,7 +44,7 @@ def fetch(model: str | None) -> Path:
 
 
 def timed_rates(device: str, disk: Path | None = None) -> Rates:
-    """Measure how fast this machine is; takes two seconds or more."""
+    """Measure the rates of this machine; takes at least two seconds."""
     with stages() as show:
         show(MEASURING, 0, 0)
         from spillover.plan.measure import measure_rates

@@ -1,4 +1,4 @@
-"""The `spill` command and what all its sub-commands share: spelling, error lines and exit codes."""
+"""The `spill` command and what its sub-commands share: spelling hints, error lines and exit codes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from spillover.cli.serve import serve
 from spillover.engine.vllm_flags import instead_of
 from spillover.errors import SpilloverError, did_you_mean
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 class SpillGroup(click.Group):
-    """Every error meant for a person ends here, as one line on stderr and an exit code."""
+    """A command group that reports every user error as one line on stderr and an exit code."""
 
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
         extra["standalone_mode"] = False
@@ -58,7 +58,7 @@ class SpillGroup(click.Group):
         except (click.Abort, KeyboardInterrupt):
             code = INTERRUPTED
         except BrokenPipeError:
-            # The reader went away (`spill ... | head`); pointing stdout elsewhere keeps the exit quiet.
+            # The reader has closed the pipe (`spill ... | head`); pointing stdout elsewhere keeps the exit quiet.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 1
         finally:
@@ -69,14 +69,14 @@ class SpillGroup(click.Group):
 
 @click.group(cls=SpillGroup, context_settings={
     "help_option_names": ["-h", "--help"],
-    "token_normalize_func": lambda token: token.replace("_", "-"),  # hyphens and underscores alike
+    "token_normalize_func": lambda token: token.replace("_", "-"),  # hyphens and underscores are equivalent
     "max_content_width": 110,
 })
 @click.version_option(package_name="spillover", prog_name="spill")
 def main() -> None:
     """Serve language models that do not fit.
 
-    With no MODEL, commands use SmolLM2-135M-Instruct, fetched once. Start with:
+    Without MODEL, commands use SmolLM2-135M-Instruct, which is downloaded once. Start with:
 
     \b
       spill demo                      see it work, in under three minutes
@@ -92,7 +92,7 @@ for command in (demo, serve, router, simulate, chat, generate, plan, doctor, pul
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
-    """Leave as an exception does, so that what was begun is tidied up."""
+    """Exit by an exception, so that cleanup code runs."""
     sys.exit(128 + number)
 
 

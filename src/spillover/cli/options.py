@@ -1,4 +1,4 @@
-"""The engine's flags as command-line options, made from `EngineConfig` so that no flag is described twice."""
+"""The engine's flags as command-line options, made from `EngineConfig` so that no flag is defined twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TYPES: dict[type, click.ParamType[Any]] = {int: click.INT, float: click.FLOAT, 
 
 
 class NearestChoice(click.Choice[str]):
-    """A choice whose refusal names the value that was probably meant."""
+    """A choice whose error message suggests the closest value."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         return f"{value!r} is not one of {', '.join(self.choices)}{did_you_mean(str(value), self.choices)}"
@@ -29,27 +29,27 @@ class NearestChoice(click.Choice[str]):
 _SWITCH = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 
 
-# One process serves one model on one device in one type: these have no rows to compare.
+# One process serves one model on one device in one type: these cannot be swept.
 NOT_SWEPT = {"skip_tokenizer_init", "load_format", "dtype", "device", "seed"}
 
 
-# Sees the engine's flags and the command's own options, and may set flags before they are checked.
+# Receives the engine's flags and the command's own options, and may set flags before they are checked.
 Complete = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 def engine_options(positional: bool = True, defaults: Mapping[str, Any] | None = None,
                    complete: Complete | None = None) -> Callable[[Command], Command]:
-    """Give a command every engine flag; it receives one `config: EngineConfig`."""
+    """Add every engine flag to a command; it receives them as `config: EngineConfig`."""
     return _engine_options(positional, defaults or {}, sweep=False, complete=complete)
 
 
 def engine_sweep_options(defaults: Mapping[str, Any] | None = None) -> Callable[[Command], Command]:
-    """Add flags as `engine_options` does, which may hold comma lists; the command receives `configs`."""
+    """Add flags as `engine_options` does, which may be comma-separated lists; the command receives `configs`."""
     return _engine_options(True, defaults or {}, sweep=True)
 
 
 def comma_list(item: click.ParamType[Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return an option's callback: `16` or `8,16,32` becomes a tuple, each part checked as `item` would be."""
+    """Return an option's callback: `16` or `8,16,32` becomes a tuple, each part checked as by `item`."""
 
     def split(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
         if value is None:
@@ -86,7 +86,7 @@ def _engine_options(positional: bool, defaults: Mapping[str, Any], sweep: bool,
                 complete(flags, given)
             if not sweep:
                 return command(config=EngineConfig.from_flags(**flags), **given)
-            # What may be given more than once is one point of the sweep, not an axis of it.
+            # An option that may be repeated is one point of the sweep, not an axis of it.
             axes = [[(name, one) for one in (value if isinstance(value, tuple) and not _repeatable(hints[name])
                                              else (value,))] for name, value in flags.items()]
             configs = [EngineConfig.from_flags(**dict(point)) for point in itertools.product(*axes)]
@@ -113,7 +113,7 @@ def _options(item: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, Any
     default = defaults.get(item.name, item.default)
     sweep = sweep and item.name not in NOT_SWEPT
     text, choices = item.metadata["help"], item.metadata["choices"]
-    # The default is None on the command line, so that "not given" can be told from "given as its default".
+    # The default is None on the command line, so that "not given" differs from "given as its default".
     if hint is bool:
         off = "--no-" + option[2:]
         text += f"  [default: {'on' if default else 'off'}]"
@@ -135,7 +135,7 @@ def _options(item: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, Any
 
 
 def _switch(given: dict[str, Any], name: str, sweep: bool) -> Any:
-    """Return what click parsed of a switch; None if it was not given, refused if it was given both ways."""
+    """Return the parsed value of a switch, None if it was not given; refuse it if it was given both ways."""
     sweep = sweep and name not in NOT_SWEPT
     value, off = given.pop(name), sweep and given.pop(f"no_{name}")
     if (not sweep and len(set(value)) > 1) or (off and value is not None):
@@ -149,7 +149,7 @@ def _switch(given: dict[str, Any], name: str, sweep: bool) -> Any:
 def _model(option: str | None, argument: str | None) -> str | None:
     source = click.get_current_context(silent=True)
     if source is not None and source.get_parameter_source("model") is click.core.ParameterSource.DEFAULT_MAP:
-        option = None if argument is not None else option  # a file's, which the command line overrides
+        option = None if argument is not None else option  # from a file; the command line overrides it
     if option is not None and argument is not None:
         raise SpilloverError(f"the model was given twice, as '{argument}' and as --model {option}: give it once")
     return option if option is not None else argument

@@ -22,13 +22,13 @@ def pool() -> None:
 
 @pool.command()
 @click.option("--memory", required=True, metavar="SIZE", help="Budget for KV and weights of all models together: a "
-              f"size such as 64GB ({UNITS_HELP}), or a share of the machine's memory such as 50%. It is taken as it is "
-              "needed and kept.")
-@click.option("--socket", default="auto", metavar="PATH", help="Where engines find it, in a folder that only you can "
-              "reach; auto is one place for each user, which --host-pool auto knows.")
+              f"size such as 64GB ({UNITS_HELP}), or a share of the machine's memory such as 50%. It is allocated on "
+              "demand and kept.")
+@click.option("--socket", default="auto", metavar="PATH", help="Socket for engines, in a folder that only you can "
+              "access; auto is one path per user, which --host-pool auto uses too.")
 def serve(memory: str, socket: str) -> None:
-    """Own the memory until SIGTERM or Ctrl-C. It outlives engines: one that starts again finds its KV here, and its
-    weights off the device, and engines of the same model share both. If it ends, engines go on and compute what it had.
+    """Own the memory until SIGTERM or Ctrl-C. It outlives engines: a restarted one finds its KV and its off-device
+    weights here, and engines of the same model share both. If it ends, engines continue and recompute its KV.
 
     \b
     Examples:

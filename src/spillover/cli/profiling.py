@@ -1,4 +1,4 @@
-"""`spill bench latency --profile`: where the time of a prefill and a decode step goes, each part beside its limit."""
+"""`spill bench latency --profile`: where the time of a prefill and a decode step goes, each part with its limit."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from spillover.engine.loop import Engine
     from spillover.engine.planned import PlannedModel
 
-SLOWEST = 8  # kernels that are listed by name
+SLOWEST = 8  # number of kernels listed by name
 WARM_UP_TOKENS = 3
-PREFILLS = 5  # that a step of a prompt is the mean of: the first runs on a device that was idle
+PREFILLS = 5  # number of prompt steps averaged; the first runs on a device that was idle
 
 
 def profile_batch(engine: Engine, target: Generates, planned: PlannedModel, limits: Limits, vocabulary: Vocabulary,
                   batch_size: int, input_len: int, output_len: int, folder: str | None,
                   console: Console) -> dict[str, Any]:
-    """Profile one batch, print its tables and return them for a JSON file. `folder`: where a trace is written to."""
+    """Profile one batch, print its tables and return them for a JSON file. `folder`: where to write a trace."""
     plan = planned.plan
     rng = np.random.default_rng([planned.config.seed, batch_size, input_len, output_len])
 
@@ -57,7 +57,7 @@ def profile_batch(engine: Engine, target: Generates, planned: PlannedModel, limi
 
 
 def part_bounds(profile: PhaseProfile, parts: PartLimits, limits: Limits) -> dict[str, Bound]:
-    """Return the least time of each part of a mean step; that of the whole step under ""."""
+    """Return the least time of each part of a mean step; that of the whole step has the key ""."""
     by_part: dict[str, list[Bound]] = {}
     for batch in profile.batches:
         for part, limit in parts.step(batch).items():

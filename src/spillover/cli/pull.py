@@ -1,4 +1,4 @@
-"""`spill pull`: the models kept on this machine."""
+"""`spill pull`: downloads models and manages those kept on this machine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 @click.option("--verify", is_flag=True, help="Check the files of a kept model against their hashes.")
 @click.option("--remove", is_flag=True, help="Delete a kept model from the cache.")
 def pull(source: str | None, name: str | None, listing: bool, verify: bool, remove: bool) -> None:
-    """Fetch a model and keep it.
+    """Download a model and keep it.
 
-    Without a name, the default model. A model is a name, a Hugging Face hub id, a folder with safetensors or a GGUF
-    file.
+    Without a name, this is the default model. A model is a name, a Hugging Face hub id, a folder with safetensors or a
+    GGUF file.
 
     \b
     Examples:

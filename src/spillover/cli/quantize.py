@@ -13,7 +13,7 @@ from spillover.units import format_bytes, parse_budget, parse_bytes
 @click.command()
 @click.argument("model")
 @click.option("--to", "kind", type=NearestChoice(("int4", "int8", "fp8")), required=True, metavar="[int4|int8|fp8]",
-              help="What weights become: int4 and int8 in groups with a scale each, fp8 (e4m3) with a scale per row.")
+              help="Format of the weights: int4 and int8 in groups with a scale each, fp8 (e4m3) with a scale per row.")
 @click.option("--out", "folder", type=click.Path(path_type=Path), required=True, metavar="DIR",
               help="Folder to write.")
 @click.option("--group-size", type=int, metavar="N",
@@ -25,16 +25,16 @@ from spillover.units import format_bytes, parse_budget, parse_bytes
 @click.option("--calibration-tokens", type=click.IntRange(128), default=32_768, show_default=True, metavar="N",
               help="Tokens of the file that are used.")
 @click.option("--ignore", "ignored", multiple=True, metavar="NAME",
-              help="Module to leave as it is, such as model.layers.0.mlp.down_proj, or a pattern after re:; may be "
+              help="Module to leave unquantised, such as model.layers.0.mlp.down_proj, or a pattern after re:; may be "
                    "given more than once. lm_head and routers always are.")
 @click.option("--dtype", type=NearestChoice(("auto", "bfloat16", "float16", "float32")), default="auto",
               show_default=True,
-              help="Type of scales and of what is not quantised; auto is the model's own if that has 16 bits, else "
-                   "bfloat16.")
+              help="Type of scales and of tensors that are not quantised; auto is the model's own if that has 16 bits, "
+                   "else bfloat16.")
 @click.option("--device", type=NearestChoice(("auto", "cpu", "cuda")), default="auto", show_default=True,
               help="Device to quantise on, and to run the calibration on.")
 @click.option("--host-memory", metavar="SIZE",
-              help="Memory that quantising may take, e.g. 16GB or 50%; what is free by default.")
+              help="Maximum memory for quantising, e.g. 16GB or 50%; all free memory by default.")
 @click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE",
               help="Maximum size of one safetensors file (GB: 1000 MB, GiB or G: 1024 MiB).")
 @click.option("--force", is_flag=True, help="Replace the model in a folder that is not empty.")
@@ -43,7 +43,7 @@ def quantize(model: str, kind: str, folder: Path, group_size: int | None, calibr
              max_shard_size: str, force: bool) -> None:
     """Write a model in fewer bits, as a compressed-tensors folder.
 
-    This engine, vLLM and transformers read it. MODEL is a name, a folder or a GGUF file; the linears of its layers are
+    This engine, vLLM and transformers read it. MODEL is a name, a folder or a GGUF file; the linear layers are
     quantised, one matrix at a time. A GGUF file in codes is dequantised first, other quantised models are refused.
 
     \b

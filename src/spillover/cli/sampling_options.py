@@ -1,4 +1,4 @@
-"""How answers are sampled, as command-line options: one list for `spill chat` and `spill generate`."""
+"""Sampling parameters as command-line options, shared by `spill chat` and `spill generate`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("top_p", float, "Sample from the most likely tokens whose probabilities add up to this."),
     ("top_k", int, "Sample from this many most likely tokens; 0 is no limit."),
     ("min_p", float, "Leave out tokens less likely than this share of the most likely one."),
-    ("presence_penalty", float, "Make tokens of the answer so far less likely, once each."),
-    ("frequency_penalty", float, "Make tokens of the answer so far less likely, for each time they occur."),
-    ("repetition_penalty", float, "Divide the scores of tokens that occurred, in the prompt too; 1 is off."),
+    ("presence_penalty", float, "Penalise tokens that the answer already has, once per token."),
+    ("frequency_penalty", float, "Penalise tokens that the answer already has, for each occurrence."),
+    ("repetition_penalty", float, "Divide the scores of tokens that have occurred, including in the prompt; 1 is off."),
 )
 
 
 def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
-    """Give a command every sampling flag; it receives `sampling`, keywords of `SamplingParams`."""
+    """Add all sampling flags to a command; it receives them as `sampling`, keywords of `SamplingParams`."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
               help="Name that requests use, instead of the model's own; may be given more than once. The name "
                    "'default' always works.")
 @click.option("--max-queue", default=1024, show_default=True, type=click.IntRange(min=1),
-              help="Maximum sequences that wait; further requests get 429.")
+              help="Maximum number of waiting sequences; further requests get 429.")
 @click.option("--max-json-values", default=262_144, show_default=True, type=click.IntRange(min=1024),
               help="Maximum JSON values in a request body; an eighth of it for fields, a 32nd of it for objects and "
                    "arrays.")
@@ -64,14 +64,14 @@ if TYPE_CHECKING:
               help="Turn on POST /start_profile and /stop_profile, which write traces of the engine's steps to DIR.")
 @fleet_options
 @click.option("--pool-memory", default="4GB", show_default=True, metavar="SIZE",
-              help="With --disaggregation: RAM that KV travels through from replica to replica, where neither "
-                   "--host-pool nor --remote names a place; taken as it is needed.")
+              help="With --disaggregation: RAM for KV that moves between replicas, if neither --host-pool nor --remote "
+                   "is given; allocated on demand.")
 @routing_options
 @engine_options()
 def serve(config: EngineConfig, pool_memory: str, **options: Any) -> None:
     """Serve a model over OpenAI's HTTP API.
 
-    Prints the memory plan, loads the model, and answers until Ctrl-C. There is a page at the address.
+    Prints the memory plan, loads the model, and answers until Ctrl-C. The address also has a web page.
 
     \b
     Examples:
@@ -93,7 +93,7 @@ def serve(config: EngineConfig, pool_memory: str, **options: Any) -> None:
         if options["api_key_file"] is not None:
             raise SpilloverError("--api-key-file is for one server: with --replicas give keys as --api-key")
     settings = _settings(config, options)
-    with listen(settings.host, settings.port) as listening:  # before anything slow: a port in use is known at once
+    with listen(settings.host, settings.port) as listening:  # before anything slow: a port in use is reported at once
         address = address_of(listening, settings.host, settings.ssl_certfile is not None)
         if fleet is not None:
             with own_pool(config, routing["disaggregation"], parse_bytes(pool_memory, "--pool-memory")) as config:
@@ -103,7 +103,7 @@ def serve(config: EngineConfig, pool_memory: str, **options: Any) -> None:
 
 
 def _routing(options: dict[str, Any], fleet: FleetOptions | None) -> dict[str, Any]:
-    """Take the options of routing out of the others; they mean nothing without --replicas."""
+    """Remove the routing options from the others; refuse them without --replicas."""
     names = ("routing_policy", "disaggregation", "prefill_replicas", "session_header", "retries", "max_in_flight",
              "wait_seconds", "answer_seconds", "health_seconds")
     taken = {name: options.pop(name) for name in names}
@@ -117,7 +117,7 @@ def _routing(options: dict[str, Any], fleet: FleetOptions | None) -> dict[str, A
 
 
 def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
-    """Return the command's own options, whose names are the settings', checked."""
+    """Return the settings from the command's own options, which have the same names, after checking them."""
     from spillover.server.auth import KeyRing
     from spillover.server.engine.heartbeat import HangLimits
     from spillover.server.settings import ServerSettings
@@ -187,7 +187,7 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
 
 
 def _name(model: str | None) -> str:
-    """Return what requests call a model that was given as a path: its last part."""
+    """Return the served name of a model that was given as a path: its last part."""
     from spillover.models.hub.store import DEFAULT_MODEL
 
     if model is None:

@@ -1,4 +1,4 @@
-"""The router's HTTP application: what it answers itself, what it sends on, and the layers around both."""
+"""The router's HTTP application: its own routes, the forwarded routes, and the middleware around both."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from spillover.server.origin import SameSite
 
 log = logging.getLogger("spillover.access")
 
-FORWARDED = ("/v1/models", "/tokenize", "/detokenize", "/v1/responses/", "/v1/embeddings")  # and what is below them
+FORWARDED = ("/v1/models", "/tokenize", "/detokenize", "/v1/responses/", "/v1/embeddings")  # and paths below
 _QUIET = ("/health", "/ping", "/metrics", "/replicas", "/livez", "/readyz")
 _NAME = re.compile(r"/replicas/([^/]+)/(drain|undrain)")
 _REQUEST_ID = re.compile(rb"[\w.-]{1,128}")
 
 
 class RouterApp:
-    """The innermost layer."""
+    """The innermost layer: answers the router's own routes and forwards the others."""
 
     def __init__(self, fleet: Fleet, watchers: list[Watcher], proxy: Proxy, metrics: RouterMetrics) -> None:
-        self.stopping = False  # ready no more; what runs may end
+        self.stopping = False  # True: not ready any more; requests in flight may finish
         self._fleet = fleet
         self._watchers = watchers
         self._proxy = proxy
@@ -67,7 +67,7 @@ class RouterApp:
                                 f"{', '.join(FORWARDED[:3])}, /health, /metrics and /replicas.")
 
     def _own(self, method: str, path: str) -> Response | None:
-        """Answer what is the router's own; None for what is not."""
+        """Return the response of one of the router's own routes; None for other paths."""
         if path == "/livez":
             return _json({"status": "alive"})
         if path in ("/health", "/ping", "/readyz"):
@@ -110,7 +110,7 @@ class RouterApp:
 
 
 def make_app(inner: RouterApp, settings: RouterSettings, metrics: RouterMetrics) -> ASGIApp:
-    """Put the layers around it; the last one added is the outermost."""
+    """Wrap the application in its middleware; the layer added last is the outermost."""
     app: ASGIApp = BodyLimit(inner, limit=settings.max_request_bytes)
     if settings.api_keys or settings.admin_keys:
         app = ApiKeys(app, keys=KeyRing(settings.api_keys), admin_keys=settings.admin_keys, admin_prefix="/replicas/",
@@ -124,7 +124,7 @@ def make_app(inner: RouterApp, settings: RouterSettings, metrics: RouterMetrics)
 
 
 class AccessLog:
-    """Gives each request an id, its client's where it brings one; counts it and logs one line when it is over."""
+    """Middleware that gives each request an id, or keeps the client's, counts it, and logs a line when it finished."""
 
     def __init__(self, app: ASGIApp, logs: bool, metrics: RouterMetrics) -> None:
         self._app = app

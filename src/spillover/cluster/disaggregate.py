@@ -1,10 +1,9 @@
-"""Prefill and decode apart: whether a prompt is computed at another replica than the one that decodes its answer.
+"""Prefill/decode disaggregation: decides whether another replica than the decoding one computes a prompt.
 
-Nothing is paired: the first replica computes the prompt and forgets it, its blocks go to a store that both share (a
-pool on one machine, a remote store between machines), and the second finds them there as it finds any prefix. Whatever
-is not there is computed, so a replica that dies costs time and nothing else. What is weighed is the time that people
-wait: for the first token of this answer, and for the next token of every answer that is held up by computing it. No
-I/O, no clock.
+Replicas are not paired: the first replica computes the prompt and returns one token, its blocks go to a store that both
+share (a pool on one machine, a remote store between machines), and the second finds them there like any prefix. Missing
+blocks are computed, so a replica that dies only costs time. The decision minimises waiting time: until this answer's
+first token, and for the next token of every answer that the computation delays. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from spillover.cluster.replica import Replica
 
 Mode = Literal["never", "auto", "always"]
 MODES: tuple[Mode, ...] = ("never", "auto", "always")
-ASK_SECONDS = 0.005  # that a second request costs: its way, its admission and one step
-LEAST_BLOCKS = 4  # of a prompt that are to be computed; fewer are not worth two requests
-PATIENCE = 4.0  # times the predicted seconds that the first replica gets, but no more than ...
-LATE_SECONDS = 3.0  # ... these beyond it; then the second computes the prompt itself
-LEAST_PATIENCE = 2.0  # it gets at least these
+ASK_SECONDS = 0.005  # cost of a second request in seconds: transmission, admission and one step
+LEAST_BLOCKS = 4  # minimum number of blocks to compute; fewer are not worth two requests
+PATIENCE = 4.0  # timeout of the first replica as a multiple of its predicted seconds, but no more than ...
+LATE_SECONDS = 3.0  # ... this many seconds beyond them; then the second computes the prompt itself
+LEAST_PATIENCE = 2.0  # minimum of this timeout in seconds
 
 
 class Split(NamedTuple):
-    """A prompt that is computed somewhere else first."""
+    """A prompt that is computed by another replica first."""
 
     prefill: Decision
-    decode: Decision  # as predicted once the blocks are in the store
-    seconds: float  # to wait for the first replica
+    decode: Decision  # the decision with its prediction once the blocks are in the store
+    seconds: float  # timeout of the first replica
 
 
 def split(fleet: Fleet, prompt: Prompt, decision: Decision, now: float, mode: Mode,
           exclude: Collection[Replica] = ()) -> Split | None:
-    """Return where to compute a prompt whose answer `decision` says who decodes; None: there as well."""
+    """Return which replica computes the prompt of an answer that `decision` decodes; None if the decoding one does."""
     decoder, keys = decision.replica, decision.keys
     stores, size = decoder.told.stores, keys.block_size
-    new = len(keys.keys) - decision.first  # whole blocks to compute
+    new = len(keys.keys) - decision.first  # number of whole blocks to compute
     if mode == "never" or not stores or new < LEAST_BLOCKS:
         return None
     others = [replica for replica in fleet.replicas
@@ -49,7 +48,7 @@ def split(fleet: Fleet, prompt: Prompt, decision: Decision, now: float, mode: Mo
     rates = alike([replica.rates for replica in (decoder, *others)])
     token = rates[0].token_seconds
     load = decoder.load(now)
-    rest = (prompt.tokens - len(keys.keys) * size) * token  # behind the last whole block
+    rest = (prompt.tokens - len(keys.keys) * size) * token  # time for the tokens after the last whole block
     together = decision.prediction.first_token + load.running * decision.prediction.work
     best: Split | None = None
     least = together if mode == "auto" else float("inf")

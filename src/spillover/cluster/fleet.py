@@ -1,5 +1,5 @@
-"""All replicas, what they hold, and who gets the next request. No I/O and no clock of its own: a router asks it in real
-time, a simulator in its own."""
+"""All replicas, the blocks they hold, and which replica gets the next request. No I/O and no clock: a router passes the
+real time, a simulator its simulated time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from spillover.cluster.predict import Demand, Prediction, alike, predict
 from spillover.cluster.replica import Flight, Replica
 from spillover.memory.kv.event_wire import GPU
 
-EASE = 8  # sequences more than the least busy that a replica may decode and count as no busier
-BUSY_SECONDS = 10.0  # over which it is counted how busy replicas are
+EASE = 8  # sequences a replica may decode beyond the least busy one without counting as busier
+BUSY_SECONDS = 10.0  # time constant in seconds of the share of time that replicas are busy
 REUSE_SMOOTHING = 0.02
-ROLE_SECONDS = 1.0  # by which all others must be later before a replica that is there for prompts decodes
+ROLE_SECONDS = 1.0  # a replica for prompts decodes only if all others would be later by more than this
 MOST_SESSIONS = 65_536
-MOST_SEEN = 1 << 17  # blocks in each of two generations, for the share of tokens that could be found again
+MOST_SEEN = 1 << 17  # blocks in each of two generations, for the share of tokens that could have been cached
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The names of a prompt's blocks in one key space: replicas of one model, type and block size share it."""
+    """The keys of a prompt's blocks in one key space, shared by replicas of one model, type and block size."""
 
     keys: Sequence[int] = ()
     block_size: int = 16
@@ -35,21 +35,21 @@ class Keys:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is known of a request before it is sent anywhere."""
+    """The known properties of a request before it is sent to a replica."""
 
     tokens: int
-    keys: Mapping[str, Keys] = field(default_factory=dict)  # by key space; none where nothing could be made out
+    keys: Mapping[str, Keys] = field(default_factory=dict)  # by key space; empty if no keys could be derived
     session: str | None = None
     model: str | None = None
-    output_tokens: int | None = None  # most that it may have
+    output_tokens: int | None = None  # maximum number of output tokens; None if the request sets none
 
 
 class Decision(NamedTuple):
     replica: Replica
     prediction: Prediction
     keys: Keys
-    first: int  # of its blocks that the replica has to compute
-    apart: bool = False  # another replica computes them, and this one brings them
+    first: int  # index of the first block that the replica has to compute
+    apart: bool = False  # another replica computes the blocks, and this one loads them
 
 
 class Fleet:
@@ -59,16 +59,16 @@ class Fleet:
         self.index = PrefixIndex()
         self.mirrors: list[Mirror | Approximation] = []
         self.spaces: list[str] = []  # key space of each replica
-        self.reusable_tokens = 0  # of all prompts: in blocks that some request had before, the most a cache can find
+        self.reusable_tokens = 0  # prompt tokens in blocks that an earlier request had: the most a cache can find
         self.prompt_tokens = 0
-        self._sessions: OrderedDict[str, int] = OrderedDict()  # in order of last use
-        self._seen, self._seen_before = set[int](), set[int]()  # blocks of prompts: the latest, and those before
-        self._reuse = 0.0  # share of prompt tokens found in caches, lately
-        self._work = 0.0  # seconds of computing that were sent lately, decaying
-        self._counted = 0.0  # when `_work` was last brought up to date
+        self._sessions: OrderedDict[str, int] = OrderedDict()  # session -> replica, in order of last use
+        self._seen, self._seen_before = set[int](), set[int]()  # blocks of prompts: this and the last generation
+        self._reuse = 0.0  # recent share of prompt tokens found in caches
+        self._work = 0.0  # recently sent work in seconds, decaying
+        self._counted = 0.0  # time when `_work` was last updated
 
     def add(self, name: str, space: str = "text") -> Replica:
-        """Add a replica, of which nothing is known but what is sent there."""
+        """Add a replica whose blocks are guessed from the requests sent to it."""
         replica = Replica(len(self.replicas), name)
         self.replicas.append(replica)
         self.index.add(replica.place)
@@ -77,13 +77,13 @@ class Fleet:
         return replica
 
     def follow(self, replica: Replica, space: str, mirror: Mirror | Approximation) -> None:
-        """Have a mirror say from now on what the replica holds, under keys of this space."""
+        """Set the mirror that tracks the replica's blocks from now on, under keys of this space."""
         self.index.clear(replica.place)
         self.mirrors[replica.place] = mirror
         self.spaces[replica.place] = space
 
     def lose(self, replica: Replica, why: str) -> None:
-        """Take a replica for gone, with all it held."""
+        """Mark a replica as gone, and forget its blocks."""
         replica.ready, replica.why = False, why
         self.mirrors[replica.place].lost()
 
@@ -93,7 +93,7 @@ class Fleet:
     # One request
 
     def decide(self, prompt: Prompt, now: float, exclude: Collection[Replica] = ()) -> Decision | None:
-        """Return who should get a request; None if nobody can take it now."""
+        """Return the decision which replica gets a request; None if no replica is usable."""
         usable = [replica for replica in self.replicas if replica.usable(now) and replica not in exclude]
         if prompt.model is not None and any(prompt.model in replica.models for replica in usable):
             usable = [replica for replica in usable if prompt.model in replica.models]
@@ -118,7 +118,7 @@ class Fleet:
         return Decision(self.replicas[chosen.replica], chosen.prediction, keys, match.blocks)
 
     def send(self, prompt: Prompt, decision: Decision, now: float) -> Flight:
-        """Note that the request goes where it was decided; `end` must follow."""
+        """Record that the request is sent as decided; `end` must follow."""
         replica, keys = decision.replica, decision.keys
         flight = Flight(replica.place, prompt.tokens, decision.prediction, now, not replica.waiting,
                         keys.keys, decision.first, keys.block_size, decision.apart)
@@ -134,13 +134,13 @@ class Fleet:
         return flight
 
     def count(self, prompt: Prompt, decision: Decision) -> None:
-        """Count a prompt once, however often it is sent: what was found of it, and what could have been."""
+        """Count a prompt once, however often it is sent: its tokens found in caches, and those that could have been."""
         if not prompt.tokens:
             return
         self.prompt_tokens += prompt.tokens
         keys, size = decision.keys.keys, decision.keys.block_size
         seen, before = self._seen, self._seen_before
-        # All blocks of a prompt enter a generation together, so who has one has those before it.
+        # All blocks of a prompt enter a generation together, so a generation with a block also has those before it.
         known = bisect_left(keys, True, key=lambda key: key not in seen and key not in before)
         self.reusable_tokens += min(known, (prompt.tokens - 1) // size) * size
         seen.update(keys)
@@ -150,13 +150,13 @@ class Fleet:
         self._reuse += REUSE_SMOOTHING * (found - self._reuse)
 
     def begin(self, flight: Flight, now: float) -> None:
-        """Note the first token of a request: its prompt has been computed."""
+        """Record the first token of a request: its prompt has been computed."""
         self.replicas[flight.replica].begin(flight, now)
         self.mirrors[flight.replica].computed(flight.keys)
 
     def end(self, flight: Flight, now: float, output_tokens: int | None = None,
             cached_tokens: int | None = None) -> None:
-        """Note the end of a request, however it came. `cached_tokens`: as the answer told."""
+        """Record that a request finished or failed. `cached_tokens` is the number that the answer reported."""
         self.replicas[flight.replica].end(flight, now, output_tokens)
         self.index.unexpect(flight.replica, flight.keys[flight.first:])
         if cached_tokens is not None and flight.first:
@@ -169,7 +169,7 @@ class Fleet:
         return min(self._decayed(now) / (BUSY_SECONDS * ready), 1.0) if ready else 0.0
 
     def _decoders(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Leave out replicas that are there for prompts, as long as another gives its first token not much later."""
+        """Leave out replicas for prompts, unless all others would give the first token much later."""
         decoders = [each for each in candidates if not self.replicas[each.replica].for_prompts]
         if not decoders or len(decoders) == len(candidates):
             return candidates

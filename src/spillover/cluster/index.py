@@ -1,5 +1,5 @@
-"""Which replica holds which block, and where: one table for all replicas, with bits for each, so that a prompt is
-looked up once however many replicas there are. Knows nothing of how that became known. No I/O, no clock."""
+"""A table of which replica holds which block in which tier, with bits for each replica, so that one lookup of a prompt
+serves all replicas. It does not know how this was learned. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from spillover.memory.kv.event_wire import MEDIA
 
 MOST_REPLICAS = 256
-STRIDE = 16  # blocks that are looked over at once where all that are left have them
-WIDTH = 4  # bits of a replica: one for each medium, and one for blocks that a request will bring
+STRIDE = 16  # blocks skipped at once if all remaining replicas have the last of them
+WIDTH = 4  # bits per replica: one per medium, and one for blocks that a request will compute
 EXPECTED, ANYWHERE = 8, 15
 _BITS = {medium: 1 << place for place, medium in enumerate(MEDIA)}
 
 
 @dataclass(slots=True)
 class Match:
-    """How many blocks of a prompt a replica has, from the first on without a gap, by where they are."""
+    """The number of a prompt's blocks that a replica has, from the first on without a gap, by tier."""
 
     device: int = 0
     host: int = 0
     storage: int = 0
-    expected: int = 0  # a request that was sent there computes them, or will
+    expected: int = 0  # blocks that a request sent to the replica computes or will compute
 
     @property
     def blocks(self) -> int:
@@ -31,10 +31,10 @@ class Match:
 
 class PrefixIndex:
     def __init__(self) -> None:
-        self._held: dict[int, dict[str, set[int]]] = {}  # by replica
-        # Of each key four bits a replica: on its device, in its host memory, on its disk, expected. One look finds all.
+        self._held: dict[int, dict[str, set[int]]] = {}  # replica -> medium -> keys
+        # Per key four bits per replica: on its device, in its host memory, on its disk, expected. One lookup finds all.
         self._where: dict[int, int] = {}
-        self._again: dict[int, dict[int, int]] = {}  # by replica: requests that compute a block, beyond the first
+        self._again: dict[int, dict[int, int]] = {}  # replica -> key -> requests computing it, beyond the first
 
     def add(self, replica: int) -> None:
         assert 0 <= replica < MOST_REPLICAS
@@ -55,14 +55,14 @@ class PrefixIndex:
                 self._drop(key, bit)
 
     def clear(self, replica: int) -> None:
-        """Forget what a replica holds, not what requests that are on their way will bring."""
+        """Forget a replica's blocks, but not those that requests in flight will compute."""
         for medium, held in self._held[replica].items():
             for key in held:
                 self._drop(key, _BITS[medium] << WIDTH * replica)
             held.clear()
 
     def expect(self, replica: int, keys: Iterable[int]) -> None:
-        """Note that a request computes these blocks there; `unexpect` must follow."""
+        """Record that a request computes these blocks on the replica; `unexpect` must follow."""
         where, again, bit = self._where, self._again[replica], EXPECTED << WIDTH * replica
         for key in keys:
             known = where.get(key, 0)
@@ -92,14 +92,14 @@ class PrefixIndex:
     def match(self, keys: Sequence[int], replicas: Iterable[int]) -> dict[int, Match]:
         """Return what each of these replicas has of a prompt whose blocks have these keys."""
         found = {replica: Match() for replica in replicas}
-        alive, devices = 0, 0  # bits of the replicas that have had every block so far
+        alive, devices = 0, 0  # bits of the replicas that have every block so far
         for replica in found:
             alive |= ANYWHERE << WIDTH * replica
             devices |= 1 << WIDTH * replica
-        look, now, since = self._where.get, -1, 0  # blocks from `since` on all lie as `now` says
+        look, now, since = self._where.get, -1, 0  # blocks from `since` on all have the bits `now`
         place, count = 0, len(keys)
         while place < count:
-            # Who has a block on the device has those before it: engines evict the end of a prompt first.
+            # A replica with a block on the device has all before it: engines evict the end of a prompt first.
             if place + STRIDE < count and look(keys[place + STRIDE], 0) & devices == devices:
                 here, after = devices, place + STRIDE + 1
             else:
@@ -123,7 +123,7 @@ class PrefixIndex:
 
 
 def _left(replicas: Iterable[int], here: int) -> tuple[int, int]:
-    """Return the bits of replicas that have a block anywhere: all of theirs, and those of their devices."""
+    """Return bits of the replicas that have a block anywhere: all bits of each, and the device bit of each."""
     alive = devices = 0
     for replica in replicas:
         if here >> WIDTH * replica & ANYWHERE:
@@ -133,7 +133,7 @@ def _left(replicas: Iterable[int], here: int) -> tuple[int, int]:
 
 
 def _add(found: dict[int, Match], here: int, blocks: int) -> None:
-    """Count blocks that all lie alike, each where it is nearest."""
+    """Count blocks that all have the same bits, each in its nearest tier."""
     for replica, match in found.items():
         at = here >> WIDTH * replica & ANYWHERE
         if at & 1:

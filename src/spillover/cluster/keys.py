@@ -1,5 +1,5 @@
-"""A request's body to the names of its prompt's blocks: token ids as the servers make them, and the same digests; or,
-where no tokenizer is known, chunks of the text as it was sent."""
+"""Converts a request's body to the keys of its prompt's blocks: the servers' token ids with the same digests, or,
+without a known tokenizer, chunks of the text as sent."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from spillover.server.schemas.schemas_chat import ChatRequest
 
 log = logging.getLogger("spillover.router")
 
-TEXT = "text"  # the key space of servers whose tokens are not known
-CHUNK = 64  # bytes of text that count as a block
-CHUNK_TOKENS = 16  # that such a chunk has, about
+TEXT = "text"  # the key space of servers whose tokenizer is not known
+CHUNK = 64  # bytes of text that count as one block
+CHUNK_TOKENS = 16  # approximate number of tokens in such a chunk
 _OF_ANSWERS = ("n", "best_of", "echo", "logprobs", "top_logprobs", "prompt_logprobs", "min_tokens", "stop",
                "stream_options", "max_tokens", "response_format", "structured_outputs", "store")
 
 
 @dataclass(frozen=True)
 class TokenSpace:
-    """How servers of one model name their blocks."""
+    """The way in which servers of one model name their blocks."""
 
     identity: bytes
     block_size: int
-    tokenizer: Tokenizer | None  # None: the servers have none, and prompts are token ids
-    literal: LiteralText | None = None  # encodes conversations where messages may not hold special tokens
-    segments: SegmentEncoder | None = None  # encodes the others
+    tokenizer: Tokenizer | None  # None if the servers have none, and prompts are token ids
+    literal: LiteralText | None = None  # encoder if messages may not hold special tokens
+    segments: SegmentEncoder | None = None  # encoder of other conversations
 
     def keys(self, tokens: Sequence[int], salt: str | None) -> Keys:
         return Keys(chain(packed(tokens), self.block_size * TOKEN_BYTES, root_digest(self.identity, salt)),
@@ -45,7 +45,7 @@ class TokenSpace:
 
 
 def chain(data: bytes, width: int, digest: bytes) -> list[int]:
-    """Return the key of each full block of `data`, which follow the root with this digest."""
+    """Return the key of each full block of `data`, whose chain starts at the root `digest`."""
     keys = []
     for end in range(width, len(data) + 1, width):
         digest = block_digest(digest, data[end - width:end])
@@ -54,7 +54,7 @@ def chain(data: bytes, width: int, digest: bytes) -> list[int]:
 
 
 def read_prompt(path: str, body: bytes, session: str | None, spaces: Mapping[str, TokenSpace | None]) -> Prompt:
-    """Return what is known of a request. One that no server would take is known by its size alone: the server says
+    """Return what is known of a request. Of one that no server would accept only the size is known: the server reports
     what is wrong with it."""
     try:
         value = msgspec.json.decode(body)
@@ -72,7 +72,7 @@ def read_prompt(path: str, body: bytes, session: str | None, spaces: Mapping[str
                 keys[name] = _text_keys(value, salt)
             elif (ids := _token_ids(path, value, space)) is not None:
                 tokens, keys[name] = len(ids), space.keys(ids, salt)
-        except Exception as error:  # whatever is wrong with the request, its server says it
+        except Exception as error:  # the server reports what is wrong with the request
             log.debug("a prompt cannot be read: %s", error)
     if tokens is None:
         tokens = next((len(each.keys) * CHUNK_TOKENS for each in keys.values()), len(body) // 4)
@@ -96,18 +96,18 @@ def prompt_only(body: bytes) -> bytes | None:
 
 
 def awaiting_kv(body: bytes) -> bytes:
-    """Return a request that says that its prompt's KV is on its way to where the server finds it."""
+    """Return the request with a flag that its prompt's KV is being stored where the server finds it."""
     value = msgspec.json.decode(body)
     return msgspec.json.encode({**value, "kv_transfer_params": {"do_remote_prefill": True}})
 
 
 def _token_ids(path: str, value: Mapping[str, Any], space: TokenSpace) -> Sequence[int] | None:
-    """Return the prompt's tokens as the server will make them; None if there is none here."""
+    """Return the prompt's tokens as the server will make them; None if they cannot be derived."""
     if path.endswith("/chat/completions"):
         return _conversation(value, space)
     prompt = value.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        prompt = prompt[0]  # several prompts go to one server: by the first
+        prompt = prompt[0]  # several prompts go to one server, chosen by the first
     if isinstance(prompt, str) and space.tokenizer is not None:
         prompt = space.tokenizer.encode(prompt, value.get("add_special_tokens") is not False)
     if not isinstance(prompt, list):
@@ -131,7 +131,7 @@ def _conversation(value: Mapping[str, Any], space: TokenSpace) -> Sequence[int] 
 
 
 def _text_keys(value: Mapping[str, Any], salt: str | None) -> Keys:
-    """Return keys of what the prompt is made of, in the order in which templates write it."""
+    """Return keys of the fields that make up the prompt, in the order in which templates write them."""
     prompt = value.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         data, width = msgspec.msgpack.encode(prompt), CHUNK

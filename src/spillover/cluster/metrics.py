@@ -1,4 +1,4 @@
-"""The router's numbers for Prometheus, under `spillover:router_`."""
+"""The router's Prometheus metrics, under `spillover:router_`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RATIO = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 
 class Scaler(Protocol):
-    target: int  # replicas that there should be
+    target: int  # target number of replicas
 
 
 class RouterMetrics:
@@ -28,16 +28,16 @@ class RouterMetrics:
         self._registry = CollectorRegistry()
         self.requests = Counter(PREFIX + "requests", "Requests by the replica that answered, and the status.",
                                 ["replica", "status"], registry=self._registry)
-        self.retries = Counter(PREFIX + "retries", "Requests sent to another replica before their first token, by why.",
+        self.retries = Counter(PREFIX + "retries", "Requests sent to another replica before a first token, by reason.",
                                ["reason"], registry=self._registry)
-        self.refused = Counter(PREFIX + "refused", "Requests that no replica was asked for, by why.", ["reason"],
+        self.refused = Counter(PREFIX + "refused", "Requests not sent to any replica, by reason.", ["reason"],
                                registry=self._registry)
-        self.broken = Counter(PREFIX + "broken_streams", "Answers that a replica left in the middle.", ["replica"],
+        self.broken = Counter(PREFIX + "broken_streams", "Answers that a replica broke off.", ["replica"],
                               registry=self._registry)
         self.cached = Counter(PREFIX + "cached_tokens", "Prompt tokens expected in a cache, and those that answers "
                               "told of.", ["replica", "by"], registry=self._registry)
-        self.apart = Counter(PREFIX + "prefills_apart", "Prompts that a replica was to compute for another, by what "
-                             "became of it.", ["replica", "outcome"], registry=self._registry)
+        self.apart = Counter(PREFIX + "prefills_apart", "Prompts sent to a replica to compute for another, by "
+                             "outcome.", ["replica", "outcome"], registry=self._registry)
         self.decision = Histogram(PREFIX + "decision_seconds", "Time to choose a replica, of known tokens.",
                                   buckets=_DECISION, registry=self._registry)
         self.prepare = Histogram(PREFIX + "prepare_seconds", "Time to read a request and make its block keys.",
@@ -69,7 +69,7 @@ class _FleetCollector:
             ("replica_breaker_open", "1 if it failed too many requests lately."),
             ("in_flight", "Requests sent there that have not ended."),
             ("waiting", "Of these, those without a first token."),
-            ("backlog_seconds", "Predicted time that what waits there takes."),
+            ("backlog_seconds", "Predicted time of the work waiting there."),
             ("prefill_tokens_per_second", "Rate at which it computes prompts."))}
         for replica in fleet.replicas:
             for each in IndexState:

@@ -1,8 +1,8 @@
-"""What a replica holds, followed by its KV events, or guessed from what was sent there; and which of the two it is.
+"""The router's view of a replica's blocks, from its KV events or guessed from the requests sent to it, and its state.
 
-EXACT: every event since a snapshot has been applied. DEGRADED: some are missing, and are being asked for; until then
-what was known last is used. FALLBACK: no events come, and the index holds guesses. Nothing claims to be EXACT that is
-not. No I/O: a subscriber feeds a mirror and does what `take` asks for.
+EXACT: every event since a snapshot has been applied. DEGRADED: some events are missing and have been requested; until
+they arrive the last known view is used. FALLBACK: there are no events, and the index holds guesses. A view that is not
+exact never has the state EXACT. No I/O: a subscriber passes events to a mirror and recovers as `take` demands.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from spillover.memory.kv.event_wire import (
     read_events,
 )
 
-MOST_GUESSED = 1 << 16  # blocks that a replica is taken to hold where it does not say how many it has
+MOST_GUESSED = 1 << 16  # number of blocks a replica is assumed to hold if it does not report its own
 LEAST_GUESSED = 256
-MOST_ORPHANS = 1 << 16  # blocks kept whose parents are not known yet
+MOST_ORPHANS = 1 << 16  # maximum number of unknown parents whose child blocks are kept
 FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")  # kinds of layers that need every block
 
 
@@ -36,13 +36,13 @@ class IndexState(StrEnum):
 
 
 class Mirror:
-    """Applies a replica's events to the index, in order."""
+    """A view that applies a replica's events to the index, in order."""
 
     def __init__(self, index: PrefixIndex, replica: int, group: int | None = None, root: bytes | None = None) -> None:
-        """Follow a replica. `group`: layer group that stands for all, where there are several. `root`: digest that its
-        chains of tokens begin with, for servers that name blocks by hashes of their own; None: the names are keys."""
+        """Follow a replica. `group`: the layer group that stands for all, if there are several. `root`: the digest at
+        which token chains begin, for servers that name blocks by their own hashes; None if the names are keys."""
         self.state = IndexState.DEGRADED
-        self.sequence: int | None = None  # of the last batch that was applied
+        self.sequence: int | None = None  # number of the last applied batch
         self.gaps = 0
         self._index = index
         self._replica = replica
@@ -50,7 +50,7 @@ class Mirror:
         self._names = None if root is None else _Names(root)
 
     def take(self, sequence: int, payload: bytes) -> bool:
-        """Apply the batch that follows the last one. False: it does not follow, so `restore` or `replay` is needed."""
+        """Apply the next batch. Return False if batches before it are missing: `restore` or `replay` is needed."""
         if self.sequence is None or sequence != self.sequence + 1:
             self.gaps += self.state is IndexState.EXACT
             self.state = IndexState.DEGRADED
@@ -60,15 +60,15 @@ class Mirror:
         return True
 
     def restore(self, sequence: int, payloads: Iterable[bytes]) -> None:
-        """Replace all that is known by a snapshot, of which `sequence` is the last batch in it."""
+        """Replace the view by a snapshot, whose last batch is number `sequence`."""
         self._forget()
         for payload in payloads:
             self._apply(payload)
         self.sequence, self.state = sequence, IndexState.EXACT
 
     def replay(self, batches: Sequence[tuple[int, bytes]], whole: bool) -> bool:
-        """Apply batches that were missed. `whole`: they begin with a process's first, so nothing was before them.
-        False: some are missing still."""
+        """Apply missed batches. `whole`: they begin with the process's first batch, so there is nothing before them.
+        Return False if batches are still missing."""
         if whole:
             self._forget()
             self.sequence = batches[0][0] - 1 if batches else -1
@@ -81,19 +81,19 @@ class Mirror:
         return False
 
     def begin_partial(self, sequence: int) -> None:
-        """Go on from this batch though what came before it is lost for good: what is known is true, and not all."""
+        """Continue from this batch although earlier ones are lost: the view is correct, but incomplete."""
         self.sequence, self.state = sequence, IndexState.DEGRADED
 
     def lost(self) -> None:
-        """Forget everything: the process is gone."""
+        """Forget all blocks, as the process is gone."""
         self._forget()
         self.sequence, self.state = None, IndexState.DEGRADED
 
     def computed(self, keys: Sequence[int]) -> None:
-        """Do nothing: events tell."""
+        """Do nothing: the events report computed blocks."""
 
     def answered(self, found: bool) -> None:
-        """Do nothing: events tell."""
+        """Do nothing: the events report the blocks held."""
 
     def _forget(self) -> None:
         self._index.clear(self._replica)
@@ -111,8 +111,8 @@ class Mirror:
                 self._apply_blocks(event)
 
     def _choose_group(self, event: BlockStored) -> None:
-        """Let a group with full attention stand for all, of a server that does not tell its groups beforehand: the
-        others' blocks have the same names, and may be gone before. Until one is heard of, every group counts."""
+        """Choose a group with full attention to stand for all, for servers that do not announce their groups: blocks of
+        the other groups have the same names and may be evicted earlier. Until one is seen, every group counts."""
         if self._group is None and event.group_idx is not None and event.kv_cache_spec_kind in FULL_ATTENTION:
             self._forget()
             self._group = event.group_idx
@@ -130,14 +130,14 @@ class Mirror:
 
 
 class _Names:
-    """Another engine's block names, translated to keys by the tokens that it tells with them. A block whose parent is
-    not known waits for it, and is not lost."""
+    """Another engine's block names, translated to keys by the tokens in its events. A block whose parent is not known
+    is kept until the parent is."""
 
     def __init__(self, root: bytes) -> None:
         self._root = root
-        self._digests: dict[int, bytes] = {}  # by name
-        self._media: dict[int, set[str]] = {}  # by name: where the block is; also of orphans
-        self._orphans: OrderedDict[int, dict[int, bytes]] = OrderedDict()  # by the parent's name: name -> tokens
+        self._digests: dict[int, bytes] = {}  # name -> digest
+        self._media: dict[int, set[str]] = {}  # name -> media that hold the block; also for orphans
+        self._orphans: OrderedDict[int, dict[int, bytes]] = OrderedDict()  # parent's name -> name -> tokens
 
     def clear(self) -> None:
         self._digests.clear()
@@ -145,10 +145,10 @@ class _Names:
         self._orphans.clear()
 
     def learn(self, medium: str, event: BlockStored) -> Iterator[tuple[str, int]]:
-        """Yield medium and key of every block that is known to be held now."""
+        """Yield medium and key of every block that is now known to be held."""
         parent, size = event.parent_block_hash, event.block_size
         if any(event.extra_keys or ()) or event.lora_id is not None or event.lora_name is not None:
-            return  # it is not the tokens alone that name these blocks
+            return  # these blocks are not named by their tokens alone
         for place, name in enumerate(event.block_hashes):
             tokens = event.token_ids[place * size:(place + 1) * size]
             self._media.setdefault(name, set()).add(medium)
@@ -159,7 +159,7 @@ class _Names:
             parent = name
 
     def forget(self, medium: str, names: Sequence[int]) -> list[int]:
-        """Return the keys of blocks that are gone from a medium."""
+        """Return the keys of blocks that were removed from a medium."""
         gone = []
         for name in names:
             media = self._media.get(name, set())
@@ -186,26 +186,26 @@ class _Names:
             for medium in self._media.get(known, ()):
                 yield medium, block_hash(self._digests[known])
             for child, span in self._orphans.pop(known, {}).items():
-                if child in self._media:  # it may have gone while it waited
+                if child in self._media:  # it may have been removed while its parent was unknown
                     self._digests[child] = block_digest(self._digests[known], span)
                     settled.append(child)
 
 
 class Approximation:
-    """Guesses that a replica holds what was sent there last, as much as it has room for."""
+    """A view that guesses: a replica holds the blocks last sent to it, up to its capacity."""
 
     state = IndexState.FALLBACK
 
     def __init__(self, index: PrefixIndex, replica: int, capacity: int = MOST_GUESSED) -> None:
-        """Guess for a replica with room for `capacity` blocks."""
+        """Guess the blocks of a replica with room for `capacity` blocks."""
         self.capacity = capacity
         self._index = index
         self._replica = replica
-        self._used: OrderedDict[int, None] = OrderedDict()  # keys, those used longest ago first
+        self._used: OrderedDict[int, None] = OrderedDict()  # keys, least recently used first
 
     def computed(self, keys: Sequence[int]) -> None:
-        """Take a prompt's blocks for held. Of those used together the last of the prompt goes first: its beginning is
-        what others share."""
+        """Assume that a prompt's blocks are held. Of blocks used together the prompt's last is evicted first, as other
+        prompts share its beginning."""
         used = self._used
         new = [key for key in keys if key not in used]
         used.update(dict.fromkeys(new))
@@ -216,11 +216,11 @@ class Approximation:
         self._index.remove(self._replica, GPU, gone)
 
     def answered(self, found: bool) -> None:
-        """Learn from an answer whether the replica had what it was taken to have: if not, it has less room."""
+        """Adjust the capacity by whether the replica had the blocks that were assumed: if not, it has less room."""
         self.capacity = (min(self.capacity + self.capacity // 100 + 1, MOST_GUESSED) if found
                          else max(min(self.capacity, len(self._used)) * 9 // 10, LEAST_GUESSED))
 
     def lost(self) -> None:
-        """Forget everything: the process is gone."""
+        """Forget all blocks, as the process is gone."""
         self._used.clear()
         self._index.clear(self._replica)

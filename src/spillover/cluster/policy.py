@@ -1,5 +1,5 @@
-"""Which replica a request goes to. A policy sees what is predicted for each and returns one; it has no clock and does
-no I/O, so a simulator calls the same code, and another policy is one more class here."""
+"""Policies that choose the replica for a request. A policy gets a prediction per replica and returns one replica; it
+has no clock and does no I/O, so a simulator runs the same code, and another policy is one more class here."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 
 from spillover.cluster.predict import Prediction
 
-NEAR_SHARE = 0.05  # of the best time: predictions are not better than this
+NEAR_SHARE = 0.05  # share of the best time below which differences are ignored: the accuracy of predictions
 NEAR_SECONDS = 0.001
-STICKY_SHARE = 0.25  # a session stays where it was for this much more of the best time, ...
-STICKY_SECONDS = 0.02  # ... or for this long
-LOCALITY_SHARE = 0.3  # of a prompt that must be cached to count, as in SGLang's gateway
-LOCALITY_REACH = 8  # requests more than the least busy that a replica with a longer prefix may have
+STICKY_SHARE = 0.25  # a session stays at its replica for up to this share more than the best time, ...
+STICKY_SECONDS = 0.02  # ... or for up to these seconds more
+LOCALITY_SHARE = 0.3  # share of a prompt that must be cached to count, as in SGLang's gateway
+LOCALITY_REACH = 8  # requests beyond the least busy replica that one with a longer prefix may have
 
 
 class Candidate(NamedTuple):
@@ -21,14 +21,14 @@ class Candidate(NamedTuple):
 
     replica: int
     prediction: Prediction
-    in_flight: int  # requests that were sent there and have not ended
-    sent_tokens: float  # prompt tokens ever computed there for this router
+    in_flight: int  # requests that were sent there and have not finished
+    sent_tokens: float  # prompt tokens computed there so far for this router
     device_use: float = 0.0
-    session: bool = False  # the last request of this session went there
+    session: bool = False  # whether the session's last request went there
 
 
 class Ask(NamedTuple):
-    """What a policy may know of the request."""
+    """The properties of the request that a policy may use."""
 
     tokens: int
     busy: float = 0.0  # share of time that replicas compute prompts, 0 to 1
@@ -41,7 +41,7 @@ class Policy(Protocol):
 
 
 class RoundRobin:
-    """One after the other."""
+    """Chooses the replicas in turn."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -53,25 +53,25 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """The fewest requests under way."""
+    """Chooses the replica with the fewest requests in flight."""
 
     def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
         return min(candidates, key=_load)
 
 
 class LongestPrefix:
-    """The longest cached prefix among those that are not much busier than the least busy one."""
+    """Chooses the longest cached prefix among replicas that are not much busier than the least busy one."""
 
     def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
         least = min(each.in_flight for each in candidates)
         reach = [each for each in candidates if each.in_flight <= least + LOCALITY_REACH]
-        long = LOCALITY_SHARE * ask.tokens  # less would have all prompts with a common beginning go to one replica
+        long = LOCALITY_SHARE * ask.tokens  # with less, all prompts with a common beginning would go to one replica
         return min(reach, key=lambda each: (-each.prediction.cached_tokens if each.prediction.cached_tokens >= long
                                             else 0, *_load(each)))
 
 
 class PredictedTime:
-    """The least predicted time to the first token, and what that costs others, the more the busier they are."""
+    """Chooses the least predicted time to the first token plus its cost to others, weighted by how busy they are."""
 
     def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
         times = [(_cost(each, ask.busy), each) for each in candidates]
@@ -82,7 +82,7 @@ class PredictedTime:
                 return each
         near = best + max(NEAR_SHARE * best, NEAR_SECONDS)
         reach = [each for time, each in times if time <= near]
-        # Among equals: where most of the prompt is, then where least has been done, so that all memory is used.
+        # Among equals: most of the prompt cached, then least work done so far, so that all memory is used.
         share = 10 / max(ask.tokens, 1)
         return min(reach, key=lambda each: (-int(each.prediction.cached_tokens * share), *_load(each)))
 

@@ -1,7 +1,7 @@
-"""When a replica would give the first token of a prompt, from what it holds, what waits there and its measured rates.
+"""Predicts when a replica would give a prompt's first token, from its blocks, its waiting work and its measured rates.
 
-Pure arithmetic in seconds, for a router as for a simulator. What one request costs others is counted apart from what it
-waits itself: computing delays those behind it, decoding beside others slows them, and new blocks push old ones out.
+Pure arithmetic in seconds, for routers and simulators. The cost of a request to others is separate from its own wait:
+computing delays those queued after it, decoding slows those that decode too, and new blocks evict old ones.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import NamedTuple
 from spillover.cluster.index import Match
 from spillover.memory.kv.event_wire import CPU, STORAGE
 
-USUAL_TOKEN_SECONDS = 1 / 5000  # of prefill, until a replica has told or shown its own
+USUAL_TOKEN_SECONDS = 1 / 5000  # seconds per token of prefill, until a replica has reported or shown its own
 ALIKE = 0.3  # share of the usual time per token within which replicas count as equally fast
-CROWDED = 0.8  # share of the device's blocks in use from which on new ones push out old ones
+CROWDED = 0.8  # share of the device's blocks in use above which new blocks evict old ones
 
 
 class Rates(NamedTuple):
-    """How fast a replica is."""
+    """The speed of a replica."""
 
-    token_seconds: float = USUAL_TOKEN_SECONDS  # a token of prefill
-    block_seconds: Mapping[str, float] = MappingProxyType({})  # a block from host memory (CPU) or disk (STORAGE)
-    least_seconds: float = 0.0  # to a first token when nothing waits and all is cached
+    token_seconds: float = USUAL_TOKEN_SECONDS  # seconds per token of prefill
+    block_seconds: Mapping[str, float] = MappingProxyType({})  # per block from host memory (CPU) or disk (STORAGE)
+    least_seconds: float = 0.0  # to a first token if nothing waits and all is cached
 
 
 def alike(rates: Sequence[Rates | None]) -> list[Rates]:
-    """Return what to predict with: replicas that are about as fast as most count as equally fast, for a measured
-    difference of a few percent would send all to one; those not measured yet count as most do."""
+    """Return the rates to predict with. Replicas about as fast as most count as equally fast, because a measured
+    difference of a few percent would send all requests to one; unmeasured ones count like most."""
     known = [each for each in rates if each is not None]
     usual = Rates(_middle([each.token_seconds for each in known]),
                   least_seconds=_middle([each.least_seconds for each in known])) if known else Rates()
@@ -50,38 +50,38 @@ def _middle(values: list[float]) -> float:
 
 @dataclass(slots=True)
 class Load:
-    """What a replica has to do already."""
+    """The current work of a replica."""
 
-    backlog_seconds: float = 0.0  # of prompts before this one
-    running: int = 0  # sequences that decode
-    crowd: int = 0  # of these, those beyond what any replica has to have: what a request would suffer from here alone
-    open: int = 0  # these, and those that wait
-    slots: int = 1 << 30  # sequences that may run at once
-    sequence_seconds: float = 0.0  # that a sequence holds its slot, on average
+    backlog_seconds: float = 0.0  # time to compute the prompts before this one
+    running: int = 0  # number of sequences that decode
+    crowd: int = 0  # running sequences beyond the least that any replica has: the part a request avoids elsewhere
+    open: int = 0  # number of running and waiting sequences
+    slots: int = 1 << 30  # maximum number of running sequences
+    sequence_seconds: float = 0.0  # mean time that a sequence holds its slot
     device_use: float = 0.0  # share of the device's blocks that hold KV, 0 to 1
 
 
 class Demand(NamedTuple):
-    """What a prompt asks of any replica."""
+    """The properties of a prompt that any replica must serve."""
 
     tokens: int
     block_size: int = 16
-    output_tokens: float = 0.0  # expected
+    output_tokens: float = 0.0  # expected number
 
 
 class Prediction(NamedTuple):
-    """Seconds, and where the prompt's tokens would come from."""
+    """The parts of the time to the first token in seconds, and the number of cached tokens."""
 
-    queue: float  # behind others
+    queue: float  # waiting for earlier requests
     restore: float
     compute: float
-    shared: float  # that it costs others, as long as they have something to do
+    shared: float  # cost to other requests, as long as there are any
     cached_tokens: int
-    least: float = 0.0  # that any request takes, however little is to be computed
+    least: float = 0.0  # the time that any request takes, however little it computes
 
     @property
     def work(self) -> float:
-        """Return what the replica is busy with for this prompt."""
+        """Return the time that the replica works on this prompt."""
         return self.restore + self.compute
 
     @property
@@ -97,8 +97,8 @@ def queue_seconds(load: Load) -> float:
 
 
 def predict(demand: Demand, match: Match, rates: Rates, load: Load, reuse: float = 0.0) -> Prediction:
-    """Predict the time to the first token. `reuse`: share of tokens that are asked for again, lately: what a block that
-    is pushed out will cost."""
+    """Predict the time to the first token. `reuse` is the recent share of tokens that are requested again, which
+    determines the cost of evicting a block."""
     size, token = demand.block_size, rates.token_seconds
     cached = min(match.blocks, max(demand.tokens - 1, 0) // size) * size  # the last token is always computed
     restore = 0.0

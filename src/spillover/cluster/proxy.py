@@ -1,5 +1,5 @@
-"""One request through the router: read, decided, sent on, and sent elsewhere if its replica fails before the first
-token. Nothing reaches the client before the replica has begun to answer, so such a failure is never seen."""
+"""The path of one request through the router: read, routed, sent, and sent to another replica if the first fails before
+the first token. The client gets nothing before a replica has begun to answer, so such a failure is never visible."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from spillover.server.api.errors import ApiError, error_body
 log = logging.getLogger("spillover.router")
 
 ROUTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-RETRIED = (408, 429, 500, 502, 503, 504)  # statuses that another replica may not answer with
-OVERLOADED = (429, 503)  # no fault of the replica's
-WHOLE_BYTES = 8 << 20  # an answer that is not streamed is sent on when it is whole, up to this size
-INLINE_BYTES = 8192  # a larger body is read in a thread: it would hold up every stream
-BACKOFF_SECONDS = 0.05  # before a third attempt; doubled for each one after
-MOST_RESPONSES = 65_536  # of /v1/responses whose replica is remembered
+RETRIED = (408, 429, 500, 502, 503, 504)  # statuses after which another replica is tried
+OVERLOADED = (429, 503)  # statuses that do not count as the replica's failure
+WHOLE_BYTES = 8 << 20  # an answer that is not streamed is sent on once it is complete, up to this size
+INLINE_BYTES = 8192  # larger bodies are read in a thread, as they would stall every stream
+BACKOFF_SECONDS = 0.05  # before a third attempt; doubled for each further one
+MOST_RESPONSES = 65_536  # maximum number of /v1/responses answers whose replica is remembered
 
 _HOP = frozenset((b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
                   b"transfer-encoding", b"upgrade", b"host", b"content-length", b"date", b"server", b"expect"))
@@ -45,7 +45,7 @@ _RESPONSE_ID = re.compile(rb'"(resp[_-][A-Za-z0-9_-]{1,128})"')
 
 @dataclass
 class Route:
-    """Where a request went, for the log."""
+    """The replica that a request was sent to, for the log."""
 
     replica: str = "-"
     attempts: int = 0
@@ -73,7 +73,7 @@ class Proxy:
     # Routed requests
 
     async def route(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
-        """Answer a request that generates."""
+        """Answer a request that generates tokens."""
         if self.in_flight >= self._settings.max_in_flight:
             self._metrics.refused.labels("in_flight").inc()
             raise ApiError(429, f"{self.in_flight} requests are under way, and at most {self._settings.max_in_flight} "
@@ -147,13 +147,13 @@ class Proxy:
 
     async def _decide(self, prompt: Prompt, tried: list[Replica], bound: Replica | None, arrived: float,
                       wait: bool) -> Decision | None:
-        """Choose a replica; wait for one where there is none, if others have not refused it already."""
+        """Choose a replica; wait for a usable one, unless another replica has already refused the request."""
         while True:
             now = clock()
             others = tried if bound is None else [each for each in self.fleet.replicas if each is not bound]
             decision = self.fleet.decide(prompt, now, others)
             if decision is None and bound is None and tried and wait:
-                decision = self.fleet.decide(prompt, now)  # all have failed it once: the second time may do
+                decision = self.fleet.decide(prompt, now)  # every replica has failed it once; retry one
             self._metrics.decision.observe(clock() - now)
             left = arrived + self._settings.wait_seconds - now
             if decision is not None or not wait or left <= 0:
@@ -165,8 +165,8 @@ class Proxy:
 
     async def _prefill(self, scope: Scope, body: bytes, prompt: Prompt, decision: Decision,
                        tried: list[Replica]) -> Decision:
-        """Let another replica compute the prompt first, where that is sooner. Whatever becomes of it, the request goes
-        on: what the other has not brought to where both find it is computed where it is decoded."""
+        """Have another replica compute the prompt first if that is sooner. Continue whatever the outcome: blocks that
+        did not reach the shared store are computed by the decoding replica."""
         if self._settings.disaggregation == "never" or tried:
             return decision
         chosen = split(self.fleet, prompt, decision, clock(), self._settings.disaggregation)
@@ -191,14 +191,14 @@ class Proxy:
 
     async def _attempt(self, scope: Scope, send: Send, body: bytes, prompt: Prompt, decision: Decision,
                        arrived: float) -> tuple[Answer, bytes] | None:
-        """Send a request to its replica and its answer to the client. Returns an answer that another replica may
-        better; NoAnswer if there is none."""
+        """Send a request to its replica and the answer to the client. Return an answer that another replica may improve
+        on; raise NoAnswer if there is none."""
         replica = decision.replica
         upstream = self._watchers[replica.place].upstream
         flight = self.fleet.send(prompt, decision, clock())
         tail: bytes = b""
         events = 0
-        failed: bool | None = True  # None: it tells nothing of the replica
+        failed: bool | None = True  # whether the replica failed; None if that is unknown
         try:
             answer = await upstream.request(scope["method"], _target(scope), self._headers(scope), body,
                                             timeout=self._settings.answer_seconds)
@@ -218,7 +218,7 @@ class Proxy:
                 return None
             finally:
                 answer.close()
-        except BrokenOff:  # the client has been told
+        except BrokenOff:  # the client has already got the error
             return None
         except asyncio.CancelledError:
             failed = None
@@ -230,7 +230,7 @@ class Proxy:
 
     async def _stream(self, scope: Scope, send: Send, answer: Answer, flight: Flight, replica: Replica,
                       arrived: float) -> tuple[bytes, int]:
-        """Pass a stream on. Returns its last bytes and the number of events. NoAnswer before the first piece."""
+        """Forward a stream; return its last bytes and event count. NoAnswer if it fails before the first piece."""
         pieces, events, last, tail = answer.pieces(self._settings.answer_seconds), 0, b"", b""
         try:
             first = await anext(pieces, b"")
@@ -250,8 +250,8 @@ class Proxy:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except BrokenOff as error:
             self._metrics.broken.labels(replica.name).inc()
-            log.warning("%s: %s left in the middle of an answer: %s", scope["request_id"], replica.name, error)
-            told = error_body(ApiError(502, f"The server behind the router left in the middle of the answer ({error}); "
+            log.warning("%s: %s broke off an answer: %s", scope["request_id"], replica.name, error)
+            told = error_body(ApiError(502, f"The server behind the router broke off its answer ({error}); "
                                             "ask again.", code="replica_lost"))
             await send({"type": "http.response.body", "body": b"\n\ndata: " + told + b"\n\n", "more_body": False})
             raise
@@ -304,7 +304,7 @@ class Proxy:
             log.warning("%s failed too many requests and gets none for a while", replica.name)
 
     def _remember(self, scope: Scope, body: bytes, replica: Replica) -> None:
-        """Note which replica stores a response, so that what goes on from it goes there."""
+        """Record which replica stores a response, so that requests that continue from it go there."""
         if scope["path"] != "/v1/responses" or (found := _RESPONSE_ID.search(body[:4096])) is None:
             return
         self._responses[found[1].decode()] = replica.place
@@ -312,7 +312,7 @@ class Proxy:
             self._responses.popitem(last=False)
 
     def _bound(self, scope: Scope, body: bytes) -> Replica | None:
-        """Return the only replica that can answer: the one that stores the response that is gone on from."""
+        """Return the only replica that can answer: the one that stores the response to continue from; or None."""
         if not scope["path"].startswith("/v1/responses"):
             return None
         named = scope["path"].rpartition("/")[2].encode()
@@ -327,10 +327,10 @@ class Proxy:
                 and (name != b"authorization" or self._settings.pass_keys)]
         return [*kept, (b"x-request-id", scope["request_id"].encode())]
 
-    # Everything else
+    # Other routes
 
     async def forward(self, scope: Scope, send: Send, body: bytes) -> None:
-        """Send a request that any replica can answer to one that is ready, and to another if that fails."""
+        """Send a request that any replica can answer to a ready one, and to the next if that fails."""
         bound = self._bound(scope, body)
         ready = [bound] if bound is not None else sorted(
             (replica for replica in self.fleet.replicas if replica.ready),

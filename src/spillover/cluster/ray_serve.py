@@ -1,4 +1,4 @@
-"""`spill serve --ray` within a deployment of Ray Serve, which places it, looks after it and starts it again.
+"""`spill serve --ray` within a Ray Serve deployment, which places, monitors and restarts it.
 
 The deployment answers with a redirection to the router, so that tokens go from replicas through the router to clients
 and never through Serve's proxy. An example is `deploy/ray/serve_app.py`.
@@ -16,14 +16,14 @@ from spillover.cluster.upstream import Upstream
 from spillover.errors import SpilloverError
 from spillover.http_wire import NoAnswer
 
-START_SECONDS = 900.0  # until all replicas serve
+START_SECONDS = 900.0  # timeout until all replicas serve
 LOOK_SECONDS = 0.2
 _COMMAND = ("from spillover.server.replica import end_with_parent; end_with_parent(); "
             "from spillover.cli.main import main; main()")
 
 
 class RouterProcess:
-    """`spill serve --ray FLAGS` as a child of this process, which ends with it however it ends."""
+    """`spill serve --ray FLAGS` as a child of this process; it ends with this process, however that ends."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
         self.url = url
@@ -52,7 +52,7 @@ class RouterProcess:
         raise SpilloverError(f"the router did not serve within {START_SECONDS:.0f} s; its log says why")
 
     def check(self) -> None:
-        """Raise SpilloverError if the router has ended, so that Serve starts the deployment again."""
+        """Raise SpilloverError if the router has exited, so that Serve restarts the deployment."""
         code = self.process.poll()
         if code is not None:
             raise SpilloverError(f"the router ended with status {code}; its log says why")

@@ -1,6 +1,6 @@
-"""One server behind the router: whether it may be asked, what was sent there, and how fast it has shown to be.
+"""One server behind the router: whether it is usable, the requests sent to it, and its measured speed.
 
-No I/O; every method that depends on time is given it, so that a simulator can use its own."""
+No I/O and no clock: methods get the time as an argument, so that a simulator can use simulated time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from spillover.cluster.predict import USUAL_TOKEN_SECONDS, Load, Prediction, Rates
 from spillover.memory.spill.restore_plan import LEARN_TOKENS, ComputeCost
 
-FAILURES = 5  # within FAILURE_SECONDS, then the breaker opens
+FAILURES = 5  # within FAILURE_SECONDS, after which the breaker opens
 FAILURE_SECONDS = 60.0
-OPEN_SECONDS = 30.0  # until one request is let through again
-SUCCESSES = 2  # of such, then it closes
-SMOOTHING = 0.1  # weight of the latest in means
+OPEN_SECONDS = 30.0  # seconds until one request is let through again
+SUCCESSES = 2  # number of such requests that must succeed to close it
+SMOOTHING = 0.1  # weight of the latest value in means
 USUAL_OUTPUT_TOKENS = 128.0
 
 
 class Breaker:
-    """Keeps requests away from a replica that answers health checks and fails requests."""
+    """Keeps requests away from a replica that answers health checks but fails requests."""
 
     def __init__(self) -> None:
         self._failures: deque[float] = deque(maxlen=FAILURES)
@@ -36,7 +36,7 @@ class Breaker:
         return self._opened is not None
 
     def sent(self) -> None:
-        """Note a request; of those that follow each other while it is half open only one is let through."""
+        """Record that a request was sent; while half open, only one at a time is let through."""
         self._trying = self._opened is not None
 
     def succeeded(self) -> None:
@@ -55,7 +55,7 @@ class Breaker:
             self._opened = now
 
     def cancelled(self) -> None:
-        """Note that a request ended and tells nothing: its client left."""
+        """Record that a request finished without a result, as its client disconnected."""
         self._trying = False
 
     def reset(self) -> None:
@@ -65,32 +65,32 @@ class Breaker:
 
 @dataclass(eq=False)
 class Flight:
-    """A request that was sent to a replica and has not ended."""
+    """A request that was sent to a replica and has not finished."""
 
     replica: int
     tokens: int
     prediction: Prediction
     sent: float
     alone: bool  # no other prompt waited there
-    keys: Sequence[int] = ()  # of the prompt's blocks ...
-    first: int = 0  # ... from this on it computes them
+    keys: Sequence[int] = ()  # keys of the prompt's blocks
+    first: int = 0  # index of the first block that the replica computes
     block_size: int = 16
-    apart: bool = False  # its blocks are brought from where another replica has just put them
+    apart: bool = False  # its blocks are loaded from a store to which another replica has just written them
     first_token: float | None = None
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a server says of itself; all that it does not say is learned, or left at these values."""
+    """The state that a server reports; values that it does not report are learned, or keep these defaults."""
 
     token_seconds: float | None = None
     block_seconds: Mapping[str, float] = field(default_factory=dict)
     slots: int | None = None
     device_blocks: int | None = None
     device_blocks_used: int | None = None
-    waiting_tokens: int = 0  # of prompts, of all its clients
+    waiting_tokens: int = 0  # prompt tokens waiting, of all its clients
     running: int = 0
-    # That computed blocks go to at once, nearest first, and that replicas which name them share; seconds for a block.
+    # Stores that computed blocks go to at once, nearest first, with seconds per block; equal names are shared stores.
     stores: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -98,38 +98,38 @@ class Replica:
     def __init__(self, place: int, name: str) -> None:
         self.place = place
         self.name = name
-        self.ready = False  # it answers, and takes requests
-        self.draining = False  # it is to get no new ones
-        self.for_prompts = False  # it computes prompts for others, and decodes only where they are far behind
-        self.why = "it has not been asked yet"  # it is not ready
-        self.models: frozenset[str] = frozenset()  # names that it serves; empty: not known
+        self.ready = False  # it answers health checks and accepts requests
+        self.draining = False  # it gets no new requests
+        self.for_prompts = False  # it computes prompts for others, and decodes only if they are far behind
+        self.why = "it has not been asked yet"  # why it is not ready
+        self.models: frozenset[str] = frozenset()  # model names that it serves; empty if unknown
         self.breaker = Breaker()
         self.told = Told()
-        self.flights: dict[Flight, None] = {}  # in order of sending
-        self.sent_tokens = 0.0  # of prompts, that it had to compute
-        self.output_tokens = USUAL_OUTPUT_TOKENS  # of an answer, on average
+        self.flights: dict[Flight, None] = {}  # in the order in which they were sent
+        self.sent_tokens = 0.0  # prompt tokens that it had to compute
+        self.output_tokens = USUAL_OUTPUT_TOKENS  # mean number of tokens per answer
         self._waiting: dict[Flight, None] = {}  # flights without a first token
-        self._waiting_seconds = 0.0  # their work
+        self._waiting_seconds = 0.0  # sum of their predicted work
         self._waiting_tokens = 0
-        self._foreign_tokens = 0  # prompt tokens that others have waiting there
+        self._foreign_tokens = 0  # waiting prompt tokens of other clients
         self._foreign_running = 0
-        self._progress = 0.0  # when the head of the queue began
+        self._progress = 0.0  # time when the first waiting flight began
         self._cost = ComputeCost(None)
         self._sequence_seconds = 0.0
-        self._least_seconds = 0.0  # to a first token, where next to nothing had to be computed
+        self._least_seconds = 0.0  # to a first token if almost nothing had to be computed
 
     def usable(self, now: float) -> bool:
         return self.ready and not self.draining and self.breaker.allows(now)
 
     def tell(self, told: Told) -> None:
-        """Take in what the server says. What it has beyond this router's requests is others'."""
+        """Apply the server's report. Requests in it beyond this router's belong to other clients."""
         self.told = told
         self._foreign_tokens = max(0, told.waiting_tokens - self._waiting_tokens)
         self._foreign_running = max(0, told.running - len(self.flights))
 
     @property
     def rates(self) -> Rates | None:
-        """Return how fast it is, as it says or has shown; None: nobody knows."""
+        """Return its speed as reported or measured; None if unknown."""
         token = self.told.token_seconds or self._cost.token_seconds
         return None if token is None else Rates(token, self.told.block_seconds, self._least_seconds)
 
@@ -138,7 +138,7 @@ class Replica:
         return self.told.token_seconds or self._cost.token_seconds or USUAL_TOKEN_SECONDS
 
     def load(self, now: float, held_blocks: int = 0) -> Load:
-        """Return what it has to do. `held_blocks`: on its device, as the index knows."""
+        """Return its current load. `held_blocks` is the number of blocks on its device according to the index."""
         told = self.told
         running = len(self.flights) - len(self._waiting) + self._foreign_running
         use = 0.0
@@ -148,7 +148,7 @@ class Replica:
                     slots=told.slots or 1 << 30, sequence_seconds=self._sequence_seconds, device_use=use)
 
     def backlog(self, now: float) -> float:
-        """Return the seconds that the prompts take that wait there, less what the first has had."""
+        """Return the work in seconds of the prompts waiting there, less the time already spent on the first."""
         seconds = self._foreign_tokens * self.token_seconds
         if self._waiting:
             head = next(iter(self._waiting)).prediction.work
@@ -159,7 +159,7 @@ class Replica:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    # What becomes of requests
+    # The life of a request
 
     def send(self, flight: Flight) -> None:
         if not self._waiting:
@@ -171,8 +171,8 @@ class Replica:
         self.breaker.sent()
 
     def begin(self, flight: Flight, now: float) -> None:
-        """Note the first token. Of a prompt whose blocks were brought nothing is learned: how long that took is no part
-        of what computing takes, nor of the least that any request does."""
+        """Record the first token. Nothing is learned from a prompt whose blocks were loaded: the time of loading is
+        neither part of the time of computing, nor of the least time of any request."""
         flight.first_token = now
         self._leave_queue(flight, now)
         new = flight.tokens - flight.prediction.cached_tokens
@@ -185,7 +185,7 @@ class Replica:
             self._least_seconds += (SMOOTHING if self._least_seconds else 1.0) * (least - self._least_seconds)
 
     def end(self, flight: Flight, now: float, output_tokens: int | None = None) -> None:
-        """Note that a request is over, however it ended."""
+        """Record that a request finished, whatever its outcome."""
         self._leave_queue(flight, now)
         del self.flights[flight]
         if flight.first_token is not None and output_tokens:

@@ -1,5 +1,5 @@
-"""Tokenises conversations piece by piece: text between special tokens is encoded by itself, so what a conversation had
-before is remembered, and only what is new of it costs time. A router sees the same beginnings again and again."""
+"""Tokenises conversations in pieces: text between special tokens is encoded by itself and cached, so only the new part
+of a conversation takes time. A router sees the same beginnings again and again."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from collections import OrderedDict
 
 from spillover.models.tokenizer import Tokenizer
 
-MOST_CHARACTERS = 16 << 20  # of pieces that are remembered; with their tokens about twice that in bytes
-LEAST_CHARACTERS = 64  # a shorter piece is encoded sooner than it is found
+MOST_CHARACTERS = 16 << 20  # of all cached pieces; with their tokens they take about twice that in bytes
+LEAST_CHARACTERS = 64  # a shorter piece is encoded faster than it is looked up
 
 _PROBES = ("", "a", " a", "a ", "\n", "user\nHello,  world!\n", "\n\n  two", "caf\u00e9 \u4f60\u597d", "1234567 x")
 
 
 class SegmentEncoder:
-    """Encodes as the tokenizer does, without special tokens of its own."""
+    """An encoder with the tokenizer's results, without adding special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, most_characters: int = MOST_CHARACTERS) -> None:
         self._tokenizer = tokenizer
         self._most = most_characters
-        self._known: OrderedDict[str, array[int]] = OrderedDict()  # those used longest ago first
+        self._known: OrderedDict[str, array[int]] = OrderedDict()  # piece -> tokens, least recently used first
         self._characters = 0
         self._lock = threading.Lock()
         self._special = {tokenizer.token_bytes(index).decode(errors="replace"): index
                          for index in tokenizer.special_ids}
         names = sorted(filter(None, self._special), key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
-        # Most tokenizers treat text between special tokens alike wherever it stands; others are not cut.
+        # Most tokenizers encode text between special tokens independently of its context; with others it is not split.
         self.cuts = self._cut is not None and self._may_cut(names)
 
     def encode(self, text: str) -> list[int]:

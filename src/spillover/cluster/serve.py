@@ -1,4 +1,4 @@
-"""The router process from start to end: HTTP from the first moment, a watcher for each replica, an orderly way out."""
+"""The router process from start to end: HTTP from the first moment, a watcher per replica, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ log = logging.getLogger("spillover.router")
 
 
 class Router:
-    """Everything that one router is made of; `run` serves until it is told to stop."""
+    """All parts of one router; `run` serves until it is stopped."""
 
     def __init__(self, settings: RouterSettings, upstreams: Sequence[tuple[str, Upstream]],
                  replicas: OwnedReplicas | None = None) -> None:
-        """Route to these servers: name and address of each. `replicas`: what starts them, where they are the router's
-        own."""
+        """Route to these servers, given by name and address. `replicas` starts and stops them if the router owns them;
+        None if it does not."""
         self.settings = settings
         self.fleet = Fleet(POLICIES[settings.policy]())
         self.scaling = None if replicas is None or settings.scale is None else Scaling(
@@ -51,7 +51,7 @@ class Router:
         self._replicas = replicas
 
     async def run(self, listening: socket.socket, on_ready: Callable[[], None]) -> None:
-        """Serve until a signal ends it. SpilloverError if a replica of its own cannot start."""
+        """Serve until a signal stops the router. Raise SpilloverError if one of its own replicas cannot start."""
         settings = self.settings
         connections = Connections(settings.max_connections, settings.client_timeout,
                                   lambda reason: self.metrics.refused.labels(reason).inc())
@@ -93,8 +93,8 @@ class Router:
         await asyncio.gather(*(watcher.look() for watcher in self.watchers))
 
     async def _leave(self, server: HttpServer, http: asyncio.Future[None], stop: StopSignal) -> None:
-        """Take requests until balancers have noticed; then no new connections, and what runs may end. A second signal
-        ends it at once."""
+        """Accept requests until load balancers have noticed; then refuse new connections, and let requests finish. A
+        second signal ends them at once."""
         self.inner.stopping = True
         notify("STOPPING=1")
         hurried = asyncio.ensure_future(stop.hurried.wait())
@@ -117,7 +117,7 @@ class Router:
 
 def serve_router(settings: RouterSettings, upstreams: Sequence[tuple[str, Upstream]], listening: socket.socket, *,
                  on_ready: Callable[[], None], replicas: OwnedReplicas | None = None) -> None:
-    """Serve until a signal ends it. SpilloverError if the replicas cannot start."""
+    """Serve until a signal stops the router. Raise SpilloverError if the replicas cannot start."""
     run_loop(_main(settings, upstreams, listening, on_ready, replicas))
 
 

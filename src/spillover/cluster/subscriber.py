@@ -1,4 +1,4 @@
-"""Follows a replica's KV events over ZMQ: a snapshot first, then every batch; what was missed is asked for."""
+"""Follows a replica's KV events over ZMQ: a snapshot first, then every batch; missed batches are requested again."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from spillover.memory.kv.event_wire import END, SEQUENCE_BYTES, SNAPSHOT
 
 log = logging.getLogger("spillover.router")
 
-ANSWER_SECONDS = 5.0  # for each message of a replay or a snapshot
-RETRY_SECONDS = 0.2  # between attempts to become exact
-LOOK_SECONDS = 5.0  # without a batch, after which a mirror that is not exact asks again
+ANSWER_SECONDS = 5.0  # timeout for each message of a replay or a snapshot
+RETRY_SECONDS = 0.2  # wait between attempts to become exact
+LOOK_SECONDS = 5.0  # time without a batch after which a mirror that is not exact requests a snapshot or replay again
 HWM = 100_000
 
 
 def reachable(endpoint: str, url: str) -> str:
-    """Return the address under which to reach an endpoint that a server at `url` has bound to."""
+    """Return the address at which to reach an endpoint that a server at `url` has bound."""
     scheme, _, place = endpoint.partition("://")
     host, colon, port = place.rpartition(":")
     if scheme == "ipc" or host not in ("*", "0.0.0.0", "[::]", "::"):
@@ -54,7 +54,7 @@ class Subscriber:
                     if self.mirror.state is not IndexState.EXACT:
                         await self._heal(None)
                     continue
-                except ValueError:  # not three frames: it is something else that publishes there
+                except ValueError:  # not three frames: another program publishes there
                     continue
                 sequence = int.from_bytes(number, "big")
                 if not self._take(sequence, payload):
@@ -68,19 +68,19 @@ class Subscriber:
     def _take(self, sequence: int, payload: bytes) -> bool:
         try:
             return self.mirror.take(sequence, payload)
-        except Exception as error:  # a batch that is none
+        except Exception as error:  # a malformed batch
             log.warning("KV events of %s cannot be read: %s", self._endpoint, error)
             self.mirror.lost()
             return False
 
     def _begin_partial(self, sequence: int, payload: bytes) -> None:
-        """Go on without what is lost: what is heard from now on is true, but it is not all."""
+        """Continue although batches are lost: the view is correct from now on, but incomplete."""
         self.mirror.begin_partial(sequence - 1)
         self._take(sequence, payload)
         self.mirror.begin_partial(sequence)
 
     async def _heal(self, heard: int | None) -> None:
-        """Become exact again: by a snapshot, or by a replay where the server knows no snapshots."""
+        """Make the mirror exact again: by a snapshot, or by a replay if the server supports no snapshots."""
         if self._replay_endpoint is None:
             return
         for _ in range(2):
@@ -93,11 +93,11 @@ class Subscriber:
                 if self.mirror.replay(replies, whole=True):
                     return
             elif replies:
-                return  # the first batches are lost for good
+                return  # the first batches are lost
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _ask(self, request: bytes) -> list[tuple[int, bytes]] | None:
-        """Return what is replied; None where nobody does in time."""
+        """Return the replies to a request; None on timeout."""
         assert self._replay_endpoint is not None
         socket = self._socket(zmq.DEALER, self._replay_endpoint)
         try:

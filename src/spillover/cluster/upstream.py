@@ -1,5 +1,5 @@
-"""HTTP/1.1 to one replica: connections that are kept, bodies as they come. An error before the head of an answer is a
-NoAnswer, after which the request may be sent elsewhere."""
+"""HTTP/1.1 to one replica, with persistent connections and streamed bodies. An error before the head of an answer is a
+NoAnswer, after which the request may be sent to another replica."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from spillover.http_wire import BrokenOff, NoAnswer, Wire
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-MOST_IDLE = 256  # connections kept without a request
+MOST_IDLE = 256  # maximum number of idle connections kept
 
 
 class Answer:
-    """An answer whose head has come. `close` must follow, whether or not the body was read."""
+    """An answer whose head has arrived. `close` must follow, whether or not the body was read."""
 
     def __init__(self, wire: Wire, pool: Upstream) -> None:
         self.status, self.headers = wire.status, wire.headers
@@ -32,7 +32,7 @@ class Answer:
         return self.header(b"content-type").startswith(b"text/event-stream")
 
     async def pieces(self, timeout: float) -> AsyncIterator[bytes]:
-        """Yield the body as it comes; BrokenOff if it ends before its end, or nothing comes for `timeout` seconds."""
+        """Yield the body as it arrives; BrokenOff if it is incomplete, or if nothing arrives for `timeout` seconds."""
         while True:
             piece = await self._wire.piece(timeout)
             self._pool.heard(self._wire)
@@ -48,7 +48,7 @@ class Upstream:
     """One replica's address and connections."""
 
     def __init__(self, url: str, key: str | None = None, connect_seconds: float = 2.0) -> None:
-        """Speak to the server at `url`; `key`: sent as `Authorization: Bearer` where a request has none."""
+        """Connect to the server at `url`. `key` is sent as `Authorization: Bearer` with requests that have none."""
         self.url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -64,12 +64,12 @@ class Upstream:
         self._key = key
         self._connect_seconds = connect_seconds
         self._idle: list[Wire] = []
-        self._unheard: set[Wire] = set()  # with a request, and without a byte of its answer's body
-        self._busy: set[Wire] = set()  # with a request
+        self._unheard: set[Wire] = set()  # connections with a request but no byte of the answer's body yet
+        self._busy: set[Wire] = set()  # connections with a request
 
     async def request(self, method: str, path: str, headers: Headers = (), body: bytes = b"", *,
                       timeout: float) -> Answer:
-        """Send a request and return when the answer's head has come, within `timeout` seconds; NoAnswer otherwise."""
+        """Send a request and return the answer once its head has arrived; NoAnswer if not within `timeout` seconds."""
         message = self._message(method, path, headers, body)
         while True:
             wire, kept = await self._wire()
@@ -86,7 +86,7 @@ class Upstream:
                 raise NoAnswer(f"{self.url} did not answer within {timeout:g} s") from None
             except NoAnswer:
                 self._leave(wire)
-                if not kept or wire.heard or wire.given_up:  # else the server had just closed an idle connection
+                if not kept or wire.heard or wire.given_up:  # otherwise the server had just closed an idle connection
                     raise
             except BaseException:
                 self._leave(wire)
@@ -95,7 +95,7 @@ class Upstream:
 
     async def fetch(self, method: str, path: str, headers: Headers = (), body: bytes = b"", *,
                     timeout: float, limit: int = 1 << 23) -> tuple[Answer, bytes]:
-        """Send a request and return the whole answer; NoAnswer if it does not come whole."""
+        """Send a request and return the complete answer; NoAnswer if it is incomplete."""
         answer = await self.request(method, path, headers, body, timeout=timeout)
         try:
             whole = bytearray()
@@ -110,19 +110,19 @@ class Upstream:
             answer.close()
 
     def abort_unheard(self) -> None:
-        """End every request that has no answer yet, so that it is sent elsewhere."""
+        """Abort every request without an answer so far, so that it is sent to another replica."""
         for wire in list(self._unheard):
             wire.given_up = True
             wire.abort()
 
     def abort_silent(self, since: float) -> None:
-        """End every answer of which nothing has come since then, by the monotonic clock: its client is told."""
+        """Abort every answer without a byte since then, by the monotonic clock; its client gets an error."""
         for wire in list(self._busy):
             if wire.latest < since:
                 wire.abort()
 
     def heard(self, wire: Wire) -> None:
-        """Note that an answer has begun, or will not."""
+        """Record that the answer on this connection has begun, or will not."""
         self._unheard.discard(wire)
 
     def _leave(self, wire: Wire) -> None:

@@ -1,4 +1,4 @@
-"""Watches replicas: health, what they serve, how fast they are and what waits there; subscribes to their KV events."""
+"""Watches replicas: their health, models, speed and waiting work; subscribes to their KV events."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from spillover.server.schemas.schemas_kv import KvInfo
 
 log = logging.getLogger("spillover.router")
 
-LOOK_SECONDS = 1.0  # between looks at a replica that answers
-SOON_SECONDS = 0.25  # between looks at one that does not
-MISSES = 3  # health checks in a row that time out, then the replica is taken for gone
+LOOK_SECONDS = 1.0  # between two checks of a replica that answers
+SOON_SECONDS = 0.25  # between two checks of one that does not
+MISSES = 3  # consecutive checks without an answer after which the replica is considered gone
 
 
 @dataclass(frozen=True)
 class WatchSettings:
-    tokenizer: str | None = None  # folder or GGUF file, in place of what a server names
-    health_seconds: float = 1.0  # for an answer to a health check
-    # Of KV events in vLLM's format, of servers without /kv/info: one port for all, or one for each; 0: it has none.
+    tokenizer: str | None = None  # folder or GGUF file, in place of the one that a server names
+    health_seconds: float = 1.0  # timeout of a health check
+    # Ports of KV events in vLLM's format, for servers without /kv/info: one for all, or one each; 0 for none.
     events_ports: tuple[int, ...] = ()
     replay_ports: tuple[int, ...] = ()
-    block_size: int = 16  # of such servers
+    block_size: int = 16  # block size of such servers
 
     def ports(self, place: int) -> tuple[int | None, int | None]:
-        """Return where a server publishes events, and where it replays them."""
+        """Return the ports at which a server publishes and replays events; None for those it does not have."""
         events, replay = ((ports[place if len(ports) > 1 else 0] or None) if ports else None
                           for ports in (self.events_ports, self.replay_ports))
         return events, replay
 
 
 class Watcher:
-    """Keeps one replica's state in the fleet true."""
+    """A task that keeps one replica's state in the fleet up to date."""
 
     def __init__(self, fleet: Fleet, replica: Replica, upstream: Upstream, spaces: Spaces,
                  settings: WatchSettings, changed: Callable[[], None]) -> None:
-        """Make the watcher. `changed` is called whenever a replica has become ready or has gone."""
+        """Create the watcher. `changed` is called whenever the replica has become ready or has gone."""
         self.upstream = upstream
-        self.note: str | None = None  # why blocks are guessed
+        self.note: str | None = None  # how blocks are guessed and why; None if they are known by KV events
         self._fleet = fleet
         self._replica = replica
         self._spaces = spaces
@@ -66,9 +66,9 @@ class Watcher:
         self._changed = changed
         self._instance: str | None = None
         self._subscription: asyncio.Task[None] | None = None
-        self._has_info = True  # until the server says that it has none
-        self._misses: deque[float] = deque(maxlen=MISSES)  # when questions without an answer were asked, the last ones
-        self._resting = False  # there is no server to look at
+        self._has_info = True  # False once the server turned out to have no /kv/info
+        self._misses: deque[float] = deque(maxlen=MISSES)  # times of the last requests that got no answer
+        self._resting = False  # there is no server to check
 
     async def run(self) -> None:
         try:
@@ -85,14 +85,14 @@ class Watcher:
             await asyncio.gather(task, return_exceptions=True)
 
     def move(self, upstream: Upstream) -> None:
-        """Watch the same replica at another address: it was started, or started again."""
+        """Watch the same replica at another address, after it was started or restarted."""
         self.upstream.close()
         self.upstream = upstream
         self._has_info = True
         self._resting = False
 
     def rest(self, why: str) -> None:
-        """Take the replica for gone and do not look for it until `move`."""
+        """Mark the replica as gone and do not check it until `move`."""
         self._resting = True
         if self._replica.ready:
             log.info("%s has left: %s", self._replica.name, why)
@@ -100,7 +100,7 @@ class Watcher:
         self.gone(why)
 
     def gone(self, why: str) -> None:
-        """Take the replica for gone, until it answers a health check again. Requests without an answer go elsewhere."""
+        """Mark the replica as gone until it passes a health check again; requests without an answer go elsewhere."""
         if self._replica.ready:
             log.warning("%s is gone: %s", self._replica.name, why)
         self._fleet.lose(self._replica, why)
@@ -109,7 +109,7 @@ class Watcher:
         self._changed()
 
     async def look(self) -> None:
-        """Ask once. A replica that refuses connections is gone at once; a silent one after MISSES."""
+        """Check the replica once. One that refuses connections is gone at once; a silent one after MISSES checks."""
         if self._resting:
             await self.close()
             return
@@ -132,21 +132,21 @@ class Watcher:
                 self._replica.models = models
                 self._replica.ready, self._replica.why = True, ""
                 self._replica.breaker.reset()
-                log.info("%s at %s is ready; its KV is known by %s", self._replica.name, upstream.url,
+                log.info("%s at %s is ready; its blocks are known from %s", self._replica.name, upstream.url,
                          self.note or "its events")
                 self._changed()
         except NoAnswer as error:
             self._missed(upstream, asked, error)
 
     def _missed(self, upstream: Upstream, asked: float, error: NoAnswer) -> None:
-        """Note that a question that was asked then has no answer."""
+        """Record that a request sent at the time `asked` got no answer."""
         self._misses.append(asked)
         if self._current(upstream) and ("cannot be reached" in str(error) or len(self._misses) == MISSES):
             self.gone(str(error))
             upstream.abort_silent(self._misses[0])
 
     def _current(self, upstream: Upstream) -> bool:
-        """Return whether what was just heard is of the server that is watched now."""
+        """Return whether a result just received is from the server that is watched now."""
         return upstream is self.upstream and not self._resting
 
     async def _models(self, upstream: Upstream) -> frozenset[str]:
@@ -177,7 +177,7 @@ class Watcher:
             await self._follow(upstream, info)
 
     async def _follow_foreign(self, upstream: Upstream) -> None:
-        """Begin to follow a server that tells nothing of itself: by vLLM's events, if we were told where they are."""
+        """Follow a server without /kv/info: by vLLM's events if their port was given, otherwise by guesses."""
         await self.close()
         fleet, replica, settings = self._fleet, self._replica, self._settings
         if settings.tokenizer is None:
@@ -198,7 +198,7 @@ class Watcher:
         self._subscription = asyncio.create_task(self._subscribe(Subscriber(mirror, events, replay)))
 
     async def _follow(self, upstream: Upstream, info: KvInfo) -> None:
-        """Begin to follow an engine that has just started, or that was not known."""
+        """Follow an engine that was just started or discovered."""
         await self.close()
         fleet, replica = self._fleet, self._replica
         try:
@@ -232,7 +232,7 @@ class Watcher:
 
 
 def told(info: KvInfo, url: str) -> Told:
-    """Return what a server at this address says of itself."""
+    """Return the state that the server at this address reports."""
     return Told(info.prefill_token_seconds,
                 {tier.medium: tier.block_seconds for tier in info.tiers if tier.block_seconds is not None},
                 info.max_num_seqs, info.device_blocks, info.device_blocks_used, info.waiting_prompt_tokens,
@@ -240,14 +240,14 @@ def told(info: KvInfo, url: str) -> Told:
 
 
 def store_name(name: str, url: str) -> str:
-    """Return a store's name, with its machine where it is one that only this machine means by it."""
+    """Return a store's name, with the machine added if the name is only valid on that machine."""
     host = urlsplit(name).hostname
     local = host is None or host == "localhost" or host == "::1" or host.startswith("127.")
     return f"{name} of {urlsplit(url).hostname}" if local else name
 
 
 class Spaces:
-    """The key spaces that replicas use, and the tokenizers that make their keys."""
+    """The key spaces that replicas use, and the tokenizers for their keys."""
 
     def __init__(self, settings: WatchSettings) -> None:
         self.known: dict[str, TokenSpace | None] = {TEXT: None}
@@ -255,12 +255,12 @@ class Spaces:
         self._tokenizers: dict[tuple[str, str | None], Tokenizer] = {}
 
     def used(self, fleet: Fleet) -> Mapping[str, TokenSpace | None]:
-        """Return the spaces of replicas that are ready: what keys a request needs."""
+        """Return the spaces of ready replicas, for which a request needs keys."""
         names = {fleet.spaces[replica.place] for replica in fleet.replicas if replica.ready}
         return {name: self.known[name] for name in names if name in self.known}
 
     def foreign(self) -> tuple[str, TokenSpace]:
-        """Return the space of servers that name blocks in ways of their own. Reads files."""
+        """Return the space of servers that name blocks by their own hashes. Reads files."""
         name, path = "tokens", self._settings.tokenizer
         space = self.known.get(name)
         if space is None:
@@ -271,7 +271,7 @@ class Spaces:
         return name, space
 
     def find(self, info: KvInfo) -> str:
-        """Return the name of a server's space; SpilloverError where its tokens cannot be made here. Reads files."""
+        """Return the name of a server's space; SpilloverError if its tokens cannot be made here. Reads files."""
         name = f"{info.model_identity}:{info.block_size}:{info.tokenizer_digest}:{info.special_tokens_in_user_text}"
         if name in self.known:
             return name
@@ -296,5 +296,5 @@ class Spaces:
 
 
 def clock() -> float:
-    """Return the time that the router's fleet is asked with."""
+    """Return the time to pass to the router's fleet."""
     return monotonic()

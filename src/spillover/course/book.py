@@ -1,4 +1,4 @@
-"""The book: every week's page, what was measured, what the checks said, and plots, in one HTML file."""
+"""The book: every week's page with its measurements, check outcomes and plots, in one HTML file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TONES = {HOLDS: "good", FAILS: "bad", UNDECIDED: "warn"}
 
 
 def write_book(results: Path, path: Path, weeks: list[Week] | None = None) -> Path:
-    """Write the book of what lies in a folder of results."""
+    """Write the book of a folder of results."""
     write_bytes(path, render(results, weeks if weeks is not None else all_weeks()).encode())
     return path
 
@@ -32,7 +32,7 @@ def render(results: Path, weeks: list[Week]) -> str:
 
 
 def html_of(text: str) -> Markup:
-    """Return a page of Markdown as HTML; HTML inside it is shown as it is written, not obeyed."""
+    """Return Markdown as HTML; HTML tags inside it are escaped, not interpreted."""
     try:
         from markdown_it import MarkdownIt
     except ImportError as error:
@@ -61,6 +61,6 @@ def _run(run: CourseRun) -> dict[str, Any]:
 
 
 def _without_title(text: str) -> str:
-    """Leave the first heading out: the book has its own."""
+    """Remove the first heading, as the book has its own."""
     first, _, rest = text.partition("\n")
     return rest if first.startswith("# ") else text

@@ -1,4 +1,4 @@
-"""A row of the table of metrics as a picture: SVG in the page's own colours, so that it follows light and dark."""
+"""Plots of a row of the table of metrics: SVG in the page's own colours, so that it follows light and dark."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WIDTH, HEIGHT = 560, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 34
 COLORS = 8
 _Scale = Callable[[float], float]
-LINES_FROM = 3  # columns of a sweep; others are drawn as bars
-_POINT = re.compile(r"(^|.* )([\d.]+|inf)")  # a column that is one value of a sweep
+LINES_FROM = 3  # number of columns from which a sweep is drawn as lines; others are bars
+_POINT = re.compile(r"(^|.* )([\d.]+|inf)")  # a column heading that is one value of a sweep
 
 
 def plot(filled: Filled) -> Markup | None:
-    """Draw lines over a sweep, and bars over other columns; None where nothing was measured."""
+    """Draw lines over a sweep, and bars over other columns; return None if nothing was measured."""
     if not filled.measured:
         return None
     top = max(value for _, cells in filled.rows for cell in cells if cell is not None
@@ -67,7 +67,7 @@ def _bars(name: str, values: list[float | None], index: int, count: int, step: f
 
 
 def _ticks(top: float) -> list[float]:
-    """Return four or five round marks from 0 to above the largest value."""
+    """Return four or five round tick values from 0 to at least the largest value."""
     if top <= 0:
         return [0.0, 1.0]
     unit = 10.0 ** math.floor(math.log10(top / 4))

@@ -1,8 +1,7 @@
-"""A tokenizer for random weights, in which nearly every token that a model may choose is a text of its own: all but
-special ones and bytes that are parts of characters.
+"""A tokenizer for random weights, in which nearly every token that a model may choose has its own text.
 
-Random weights choose any token. One that has no text would reach a client only with the next that has: times of tokens
-would be those of some of them.
+Special tokens and bytes that are parts of characters have none. Random weights choose any token, and one without text
+would reach a client only with the next that has some, so that times of tokens would be those of some only.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from spillover.course.week import course_folder
 from spillover.errors import SpilloverError
 from spillover.lab.engines.shapes import shapes
 
-BASE = course_folder() / "week14" / "tokenizer"  # letters, pairs of them, and bytes
+BASE = course_folder() / "week14" / "tokenizer"  # its tokens are letters, pairs of them, and bytes
 
 
 def random_tokenizer(shape: str) -> Path:
-    """Return the folder of a tokenizer as large as the vocabulary of a shape (`shapes()` of the lab); it is written
+    """Return the folder of a tokenizer with the vocabulary size of a shape (`shapes()` of the lab); it is written only
     once."""
     size = json.loads((shapes()[shape] / "config.json").read_text())["vocab_size"]
     files = {"tokenizer_config.json": (BASE / "tokenizer_config.json").read_text(), "tokenizer.json": _extended(size)}
@@ -33,7 +32,7 @@ def random_tokenizer(shape: str) -> Path:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as made:
-                for name, text in files.items():  # tokenizer.json last: who finds it finds both, and each whole
+                for name, text in files.items():  # tokenizer.json last: if it exists, both files are complete
                     (Path(made) / name).write_text(text)
                     os.replace(Path(made) / name, folder / name)
         except OSError as error:
@@ -44,8 +43,8 @@ def random_tokenizer(shape: str) -> Path:
 
 @cache
 def _extended(size: int) -> str:
-    """Return the small tokenizer with a number for each further token. A word that is a token is never split, so that
-    text which a model wrote has as many tokens when it comes back."""
+    """Return the small tokenizer extended by a number for each further token. A word that is a token is never split, so
+    that text written by the model has the same number of tokens when it is tokenised again."""
     document = json.loads((BASE / "tokenizer.json").read_text())
     vocabulary = document["model"]["vocab"]
     vocabulary |= {f"Ġ{token}": token for token in range(len(vocabulary), size)}

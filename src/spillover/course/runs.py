@@ -1,8 +1,8 @@
-"""Where a week's results lie, and which run was the last.
+"""The folders of a week's results, and which run was the last.
 
-    course-results/week05-cpu/run.json         size, engine, when, and what became of every step
+    course-results/week05-cpu/run.json         size, engine, time, and the outcome of every step
     course-results/week05-cpu/EXPERIMENT/      the lab's folder, with its own report
-    course-results/week05-cpu/COMMAND.json     what a command measured
+    course-results/week05-cpu/COMMAND.json     the measurements of a command
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CourseRun:
         return self.folder / f"{name}.json"
 
     def note(self, step: str | None = None, **told: Any) -> None:
-        """Write down what became of a step, or of the run."""
+        """Save the outcome of a step, or facts about the run."""
         before = self.told
         steps = before.get("steps") or {}
         if step is not None:
@@ -61,7 +61,7 @@ class CourseRun:
 
     @property
     def seconds(self) -> float:
-        """Return how long its steps took, over all times that they were run."""
+        """Return the time its steps took in seconds, summed over repeated runs."""
         return sum(self.step_seconds(step) for step in self.told.get("steps") or {})
 
     def step_seconds(self, step: str) -> float:
@@ -74,13 +74,13 @@ class CourseRun:
 
     @cached_property
     def opened(self) -> dict[str, tuple[Results, Mapping[str, Any]]]:
-        """Return results and analysis of every experiment that has been begun."""
+        """Return results and analysis of every experiment that has begun."""
         found = {}
         for step in self.week.experiments:
             if (self.experiment_folder(step.name) / "experiment.json").is_file():
                 results = Results.open(self.experiment_folder(step.name))
                 analysis = analysis_of(results)
-                if analysis["visits_done"] < len(results.visits):  # it goes on since that was written
+                if analysis["visits_done"] < len(results.visits):  # it has continued since the analysis was written
                     analysis = analyse(results)
                 found[step.name] = results, analysis
         return found
@@ -93,7 +93,7 @@ class CourseRun:
 
 
 def runs_of(results: Path, week: Week) -> list[CourseRun]:
-    """Return what there is of a week, the last run first."""
+    """Return the runs of a week, the last one first."""
     found = [CourseRun.of(results, week, scale, engine) for scale in SCALES for engine in week.engines]
     begun = [run for run in found if (run.folder / "run.json").is_file()]
     return sorted(begun, key=lambda run: float(run.told.get("updated") or 0), reverse=True)

@@ -1,9 +1,9 @@
-"""The expected shape of a result, held against what was measured: it holds, it does not, or it is undecided.
+"""Checks of the expected shape of a result against the measurements: it holds, does not hold, or is undecided.
 
-Values of the same experiment are paired by pass, as the lab pairs them, and decided by an interval that may be looked
-at after any block (`bench.statistics.sequential_ratio`), each expectation by itself at 95%. Values that were measured
-apart, such as repeats of a command, decide only where every one of them says the same. What failed a gate of the lab
-decides nothing, nor do arms that two engines ran: such a ratio tells of the engines and not of what a week is about.
+Values of the same experiment are paired by pass, as in the lab, and decided by an interval that may be inspected after
+any block (`bench.statistics.sequential_ratio`), each expectation by itself at 95%. Values measured separately, such as
+repeats of a command, decide only if all of them agree. Values that failed a gate of the lab decide nothing, nor do arms
+of two engines: such a ratio compares the engines and not the topic of the week.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spillover.lab.store import Results
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
 CONFIDENCE = 0.95
-AGREE = 5  # runs that must say the same where there is no ratio: by chance they do once in 2**5
+AGREE = 5  # number of runs that must agree if there is no ratio: by chance they do once in 2**5
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,23 @@ class Outcome:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    open: bool = False  # undecided, and more runs may decide it
+    open: bool = False  # whether the check is undecided and more runs may decide it
 
 
 def answered(run: CourseRun, experiment: str) -> Callable[[Results], bool]:
-    """Return the question whether every expectation of an experiment is decided, as far as more runs can decide it."""
+    """Return a predicate: whether all expectations of an experiment are decided, as far as more runs can do it."""
     asked = [each for each in run.week.expect if run.scale in each.scales
              and experiment in (each.left.of, each.right.of if each.right is not None else None)]
 
     def ask(_results: Results) -> bool:
-        now = CourseRun(run.folder, run.week, run.scale, run.engine)  # reads what is there by now
+        now = CourseRun(run.folder, run.week, run.scale, run.engine)  # a new object reads the current results
         return not any(judge(now, each).open for each in asked)
 
     return ask
 
 
 def check(run: CourseRun) -> list[Outcome]:
-    """Hold every expectation of a week, at the size of the run, against its results."""
+    """Check every expectation of a week, at the size of the run, against its results."""
     return [judge(run, each) for each in run.week.expect if run.scale in each.scales]
 
 
@@ -72,7 +72,7 @@ def judge(run: CourseRun, expectation: Expectation) -> Outcome:
 
 
 def _engines(run: CourseRun, expectation: Expectation) -> dict[str, set[str]]:
-    """Return the arms that an expectation compares, by the engine that runs them."""
+    """Return the arms that an expectation compares, grouped by the engine that runs them."""
     switched = {step.name: step.engines.get(run.engine, {}) for step in run.week.experiments}
     found: dict[str, set[str]] = {}
     for value in (expectation.left, *((expectation.right,) if expectation.right is not None else ())):
@@ -98,7 +98,7 @@ def _paired(expectation: Expectation, left: Series, right: Series | None) -> Out
 
 
 def _with_zeros(expectation: Expectation, left: Series, right: Series | None) -> Outcome:
-    """Decide where a value is 0 or without bound, which no ratio describes: by runs that all say the same."""
+    """Decide if a value is 0 or infinite, so that there is no ratio: by runs that all agree."""
     least = expectation.at_least
     if least is None or (right is not None and left.passes != right.passes):
         return Outcome(expectation, UNDECIDED, "a value is 0, which no ratio describes")
@@ -133,7 +133,7 @@ def _decided(expectation: Expectation, ratio: float, low: float, high: float, to
 
 
 def _told(sides: Sequence[Sequence[Series]], why: str) -> str:
-    """Return why nothing is decided, after the number that was measured all the same."""
+    """Return why nothing is decided, preceded by the measured number if there is one."""
     middles = [side[0].median or 0.0 for side in sides if len(side) == 1]
     if len(middles) < len(sides) or not all(middles):
         return why

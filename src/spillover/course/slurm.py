@@ -1,4 +1,4 @@
-"""A week as a job of Slurm, on one node or, with its replicas on a Ray cluster over them, on several."""
+"""A week as a Slurm job, on one node, or on several with the week's replicas on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from spillover.course.week import Week
 from spillover.errors import SpilloverError
 from spillover.lab.experiment import Experiment
 
-HEADROOM_SECONDS = 900.0  # of a job beyond what its experiments may take: servers start, weights load
-MEMORY, CPUS = "64G", 8  # of a node
+HEADROOM_SECONDS = 900.0  # seconds added to the experiments' time limits, for server starts and loading of weights
+MEMORY, CPUS = "64G", 8  # per node
 
-# The batch script runs on the first node. Ports and folders carry the job's number, so that two jobs may share a node.
+# The batch script runs on the first node. Ports and folders include the job's number, so that jobs can share a node.
 _CLUSTER = """\
 # A Ray cluster of the job's nodes. The first is its head, and runs the command below.
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -58,7 +58,7 @@ def job_file(week: Week, scale: str, command: str, nodes: int = 1) -> str:
 
 
 def on_ray(week: Week, made: dict[str, Experiment]) -> dict[str, Experiment]:
-    """Return a week's experiments with the replicas of their arms on Ray; refuse a week that has none."""
+    """Return a week's experiments with the replicas of their arms on Ray; refuse a week without replicas."""
     changed = {name: dataclasses.replace(experiment, arms=tuple(
         dataclasses.replace(arm, spec=dataclasses.replace(arm.spec, args={**arm.spec.args, "ray": True}))
         if arm.spec.kind == "spillover" and "replicas" in arm.spec.args else arm for arm in experiment.arms))

@@ -1,4 +1,4 @@
-"""What a week runs, made ready: experiments for the lab by size and engine, command lines."""
+"""The steps of a week, prepared to run: experiments for the lab by size and engine, and command lines."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from spillover.lab.experiment import Experiment, parse_experiment
 
 PRESETS = {("vllm", "cpu"): "vllm-cpu", ("vllm", "gpu"): "vllm-default", ("sglang", "gpu"): "sglang-default",
            ("sglang", "cpu"): "sglang-default"}
-GPU_MODEL = "meta-llama/Llama-3.1-8B-Instruct"  # of commands at the size for GPUs; experiments name it themselves
-SHAPES = {GPU_MODEL: "llama-3.1-8b"}  # models whose config.json ships, for random weights of their shape
+GPU_MODEL = "meta-llama/Llama-3.1-8B-Instruct"  # model of commands at the GPU size; experiments name theirs
+SHAPES = {GPU_MODEL: "llama-3.1-8b"}  # models with a shipped config.json, for random weights of their shape
 FILES_OF_TEXT = ("sharegpt", "custom")
-TEXT_LENGTHS = {"dataset-name": "random", "random-input-len": 220, "random-output-len": 200}  # ShareGPT's, about
-DISKS = "spillover-course-"  # how folders of KV begin that are the course's own
+TEXT_LENGTHS = {"dataset-name": "random", "random-input-len": 220, "random-output-len": 200}  # about ShareGPT's lengths
+DISKS = "spillover-course-"  # name prefix of KV folders that belong to the course
 
 
 def make_experiment(week: Week, step: ExperimentStep, scale: str, engine: str = "spillover", model: str | None = None,
                     flags: Mapping[str, Any] | None = None, prompts: int | None = None) -> Experiment:
-    """Make the experiment of a step. `flags`: laid over those of every arm that the lab starts. `prompts`: the most
-    requests of a run."""
+    """Make the experiment of a step. `flags`: override those of every arm that the lab starts. `prompts`: the maximum
+    number of requests per run."""
     document = read_document(step.source)
     document = scaled(document, scale if scale in (document.get("scales") or {}) else None)
     document = _over(document, step.changes.get(scale, {}))
     for arm, own in step.engines.get(engine, {}).items():
         if arm not in document["arms"]:
-            continue  # an arm of another size
+            continue  # an arm that only another size has
         of_arm = {key: value for key, value in document["arms"][arm].items() if key not in ("engine", "preset")}
         args = {**(of_arm.get("args") or {}), **own}
         if "load" in args:
@@ -49,7 +49,7 @@ def make_experiment(week: Week, step: ExperimentStep, scale: str, engine: str = 
         document["arms"] = {name: arm if "url" in arm else {**arm, "args": {**(arm.get("args") or {}), **flags}}
                             for name, arm in document["arms"].items()}
     if "gpu-memory" in (flags or {}):
-        document["restart"] = "never"  # each has its share, so that all servers can stay up
+        document["restart"] = "never"  # each server has its own share, so that all can stay up
     if prompts is not None:
         document["workloads"] = {name: _fewer(load, prompts) for name, load in document["workloads"].items()}
     document = _placed(document, week)
@@ -58,7 +58,7 @@ def make_experiment(week: Week, step: ExperimentStep, scale: str, engine: str = 
 
 def experiments(week: Week, scale: str, engine: str = "spillover", model: str | None = None,
                 flags: Mapping[str, Any] | None = None, prompts: int | None = None) -> dict[str, Experiment]:
-    """Make the experiments of a week, by name; refuse an engine that it has nothing for or that is not here."""
+    """Make the experiments of a week, by name; refuse an engine that the week does not support or that is missing."""
     if engine not in week.engines:
         others = [str(other.number) for other in all_weeks() if engine in other.engines]
         raise SpilloverError(f"week {week.number} has nothing to run on {engine}; weeks that have: {', '.join(others)}")
@@ -75,8 +75,8 @@ def experiments(week: Week, scale: str, engine: str = "spillover", model: str | 
 
 
 def clear_disks(experiment: Experiment) -> None:
-    """Remove what an earlier run of the course left in the folders of its arms' disks: a new run has the same prompts,
-    and would find them. Folders by other names are somebody's own."""
+    """Remove what an earlier run of the course left in the disk folders of its arms: a new run has the same prompts and
+    would hit them. Folders with other names belong to the user and stay."""
     for arm in experiment.arms:
         disk = arm.spec.args.get("disk")
         for given in [disk] if isinstance(disk, str) else disk or []:
@@ -86,13 +86,13 @@ def clear_disks(experiment: Experiment) -> None:
 
 
 def commands(week: Week, scale: str, engine: str = "spillover") -> list[CommandStep]:
-    """Return the commands of a week at a size; they are of this engine only."""
+    """Return the commands of a week at a size; there are none for other engines."""
     return [step for step in week.commands if scale in step.run and engine == "spillover"]
 
 
 def arguments(step: CommandStep, scale: str, output: str, model: str | None = None,
               flags: Mapping[str, Any] | None = None, prompts: int | None = None) -> list[str]:
-    """Return what follows `spill`. `prompts`: the most of a command that is told a number of them."""
+    """Return the arguments after `spill`. `prompts`: the maximum for a command that has --num-prompts."""
     given, flags = shlex.split(step.run[scale]), dict(flags or {})
     model = GPU_MODEL if model is None and scale == "gpu" else model
     if flags.get("load-format") == "dummy" and model is not None and model in SHAPES:
@@ -107,20 +107,20 @@ def arguments(step: CommandStep, scale: str, output: str, model: str | None = No
 
 
 def shape(model: str | None) -> str | None:
-    """Return the folder of a model's shape, where one ships; other names stay."""
+    """Return the folder of a model's shape, if one ships; other names are returned unchanged."""
     return model_path(f"shape:{SHAPES[model]}") if model in SHAPES else model
 
 
 def most_seconds(week: Week, scale: str, engine: str = "spillover") -> float:
-    """Return the longest that a week may take by its limits, starts of servers not counted."""
+    """Return the maximum time of a week in seconds according to its limits, without server starts."""
     return (sum(each.time_limit for each in (make_experiment(week, step, scale) for step in week.experiments
                                              if scale in step.scales))
             + sum(step.seconds for step in commands(week, scale, engine)))
 
 
 def _random_weights(document: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """Return a document that needs nothing but this package: models by their shapes, arms that need other weights left
-    out, and loads of random tokens in place of files that are not there."""
+    """Return a document that needs only this package: models by their shapes, without arms that need other weights, and
+    with random tokens in place of missing dataset files."""
     arms = {}
     for name, arm in document["arms"].items():
         own, args = arm.get("model"), arm.get("args") or {}
@@ -149,7 +149,7 @@ def _fewer(load: Mapping[str, Any], prompts: int) -> dict[str, Any]:
 
 
 def _placed(value: Any, week: Week) -> Any:
-    """Return a document with WEEK/, where a path begins with it, as the folder of the week."""
+    """Return a document with WEEK/ at the start of a path replaced by the folder of the week."""
     if isinstance(value, dict):
         return {key: _placed(item, week) for key, item in value.items()}
     return f"{week.folder}/{value[5:]}" if isinstance(value, str) and value.startswith("WEEK/") else value

@@ -1,4 +1,4 @@
-"""What a folder of results says in one JSON file: weeks, minutes, metrics and checks with numbers; and as a table."""
+"""Summary of a folder of results, as JSON (weeks, minutes, metrics, checks with numbers) and as a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = "| week | engine | minutes | check | outcome | measured |\n|---|---|---|-
 
 
 def summary(results: Path, weeks: Sequence[Week], note: str = "") -> dict[str, Any]:
-    """Return every run of every week, in the weeks' order, this engine's first."""
+    """Return a summary of every run of every week, in the weeks' order, with spillover's runs first."""
     runs = [run for week in weeks for run in reversed(runs_of(results, week))]
     runs.sort(key=lambda run: (run.week.number, run.scale, run.engine != "spillover", run.engine))
     told = [_run(run) for run in runs]
@@ -26,7 +26,7 @@ def summary(results: Path, weeks: Sequence[Week], note: str = "") -> dict[str, A
 
 
 def table(told: Mapping[str, Any]) -> str:
-    """Return a summary's checks as a table of Markdown."""
+    """Return a summary's checks as a Markdown table."""
     lines = [HEAD]
     for run in told["runs"]:
         for index, each in enumerate(run["checks"]):

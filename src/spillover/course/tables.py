@@ -1,4 +1,4 @@
-"""The table of metrics that a week asks for, filled from a run: a small matrix for every row."""
+"""The table of metrics of a week, filled from a run: each row is a small matrix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Filled:
     row: Row
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Series | None, ...]], ...]
-    notes: tuple[str, ...]  # why something is not there, or does not count
+    notes: tuple[str, ...]  # why values are missing or do not count
 
     @property
     def measured(self) -> bool:
@@ -28,7 +28,7 @@ def filled(run: CourseRun, row: Row) -> Filled:
     steps = _steps(run)
     parts = [series(run, value) for value in row.values if value.of in steps]
     told = [part for part in parts if any(each.values for each in part)]
-    found = [each for part in told or parts for each in part]  # a value that nobody tells goes where another stands in
+    found = [each for part in told or parts for each in part]  # a missing value is left out if another replaces it
     known = [each for each in found if each.values]
     columns = tuple(dict.fromkeys(each.column for each in known))
     names = dict.fromkeys(each.row for each in known)
@@ -46,7 +46,7 @@ def filled_rows(run: CourseRun) -> list[Filled]:
 
 
 def number(value: float) -> str:
-    """Format a number with as many digits as a person reads."""
+    """Format a number with a readable number of digits."""
     size = abs(value)
     if size >= 10:
         return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}"
@@ -54,6 +54,6 @@ def number(value: float) -> str:
 
 
 def _steps(run: CourseRun) -> set[str]:
-    """Return the steps that this size has at all: what it has not, the row says itself."""
+    """Return the steps that exist at this size; the row itself explains missing ones."""
     return ({step.name for step in run.week.experiments if run.scale in step.scales}
             | {step.name for step in run.week.commands if run.scale in step.run and run.engine == "spillover"})

@@ -1,4 +1,4 @@
-"""Numbers of a run by what a week calls them: metrics of the lab, facts of arms, scores, monitors, keys of JSON."""
+"""Values of a run by their names in a week: metrics of the lab, facts of arms, scores, monitors, JSON keys."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from spillover.course.week import Value
 from spillover.lab.analysis import spoilt
 from spillover.lab.store import Results
 
-MOST = 0.5  # share of runs that must be left where busy moments of the machine spoilt others
-BLOCK_SIZE = 16  # spillover's and vLLM's own, where an arm does not give one
+MOST = 0.5  # minimum share of runs that must remain without those disturbed by other load on the machine
+BLOCK_SIZE = 16  # the default of spillover and vLLM, for arms that set none
 
 
 @dataclass(frozen=True)
 class Series:
-    """One number of one arm on one workload, or of one result of a command, as often as it was measured."""
+    """One number of one arm on one workload, or of one result of a command, with all its measurements."""
 
-    row: str  # the arm, or what the value is called
-    column: str  # the workload, or what tells results of a command apart
+    row: str  # the arm, or the label of the value
+    column: str  # the workload, or the key that distinguishes results of a command
     values: tuple[float, ...] = ()
-    passes: tuple[int, ...] = ()  # the pass of the lab that each value is of; none: not of a run beside others
-    why: str = ""  # there are no values, or they do not count
-    passing: bool = False  # that they do not count may pass with more runs
+    passes: tuple[int, ...] = ()  # the lab's pass of each value; empty if the values do not pair
+    why: str = ""  # why there are no values, or why they do not count
+    passing: bool = False  # whether more runs may make the values count
 
     @property
     def median(self) -> float | None:
@@ -34,9 +34,9 @@ class Series:
 
 
 def series(run: CourseRun, value: Value) -> list[Series]:
-    """Return the numbers of a value. Where there are none the one entry says why."""
+    """Return the numbers of a value. If there are none, the only entry says why."""
     found = list(_of_command(run, value) if value.kind == "key" else _of_experiment(run, value))
-    return found or [Series(value.label or value.of, "", why=f"{value.of} has nothing of that")]
+    return found or [Series(value.label or value.of, "", why=f"{value.of} has no such values")]
 
 
 def _of_experiment(run: CourseRun, value: Value) -> Iterator[Series]:
@@ -60,7 +60,7 @@ def _of_experiment(run: CourseRun, value: Value) -> Iterator[Series]:
 def _of_cell(results: Results, cell: Mapping[str, Any], arm: str, workload: Mapping[str, Any], value: Value) -> Series:
     visits = [visit for visit in results.visits
               if visit["arm"] == arm and visit["workload"] == workload["name"] and visit["status"] == "ok"]
-    sound = [visit for visit in visits if not spoilt(visit)]  # as the lab leaves them out of its comparisons
+    sound = [visit for visit in visits if not spoilt(visit)]  # the lab also leaves the others out of its comparisons
     read = _monitored if value.kind == "monitor" else _metric
     found = [(read(results, visit, value), int(visit["pass"])) for visit in sound or visits]
     known = [(number * value.factor, pass_) for number, pass_ in found if number is not None]
@@ -80,7 +80,7 @@ def _metric(_results: Results, visit: Mapping[str, Any], value: Value) -> float 
 
 
 def _monitored(results: Results, visit: Mapping[str, Any], value: Value) -> float | None:
-    """Return the mean of what a monitor saw while requests were under way."""
+    """Return the mean of a monitor's samples while requests were in flight."""
     from spillover.lab.report.monitored import choices
 
     path = results.path / str(visit.get("monitors"))
@@ -96,7 +96,7 @@ def _monitored(results: Results, visit: Mapping[str, Any], value: Value) -> floa
 
 
 def _once(results: Results, arm: Mapping[str, Any], value: Value) -> Series:
-    """Return what an arm tells once: a fact of its start, or its accuracy."""
+    """Return a value that an arm reports once: a fact of its start, or its accuracy."""
     name = str(arm["name"])
     told = results.arms.get(name) or {}
     if value.kind == "score":
@@ -131,7 +131,7 @@ def _of_command(run: CourseRun, value: Value) -> Iterator[Series]:
 
 
 def _at(result: Any, path: str) -> Any:
-    """Return what lies at a path of keys and indices; None where there is nothing."""
+    """Return the value at a path of keys and indices; None if there is none."""
     for part in path.split("."):
         if isinstance(result, Mapping):
             result = result.get(part)
@@ -143,7 +143,7 @@ def _at(result: Any, path: str) -> Any:
 
 
 def _numbers(found: Any) -> list[float]:
-    """Return a number, each of a list, or the middle and ends of an interval."""
+    """Return a number as a list, the numbers of a list, or low, median and high of an interval."""
     if isinstance(found, Mapping):
         found = [found.get(end) for end in ("low", "median", "high")]
     given = found if isinstance(found, list) else [found]

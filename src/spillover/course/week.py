@@ -40,18 +40,18 @@ COMMAND_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Value:
-    """Numbers of a run. Of an experiment: one kind of number of arms on workloads; of a command: of its results."""
+    """Numbers of a run: of an experiment, one kind of number for arms on workloads; of a command, from its results."""
 
-    of: str  # the experiment or command, by its name in this week
+    of: str  # name of the experiment or command in this week
     kind: str  # one of KINDS
-    names: tuple[str, ...]  # of the metric, fact, score, monitor or keys; several are added up
+    names: tuple[str, ...]  # names of the metric, fact, score, monitor or keys; several are added up
     label: str = ""
-    arms: tuple[str, ...] = ()  # none: all
-    workloads: tuple[str, ...] = ()  # none: all; a sweep's name stands for its points
-    over: str = ""  # a name of the same kind that it is divided by
+    arms: tuple[str, ...] = ()  # names of arms; empty for all
+    workloads: tuple[str, ...] = ()  # names of workloads; empty for all; a sweep's name stands for its points
+    over: str = ""  # name of the same kind to divide by; "" for none
     factor: float = 1.0
-    each: str = ""  # of a command: the key that tells its results apart
-    where: Mapping[str, Any] = field(default_factory=dict)  # of a command: only results with these values
+    each: str = ""  # of a command: the key that distinguishes its results
+    where: Mapping[str, Any] = field(default_factory=dict)  # of a command: required values of result keys
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Expectation:
-    """An expected shape: left / right is at least `at_least`, or within `within` of 1. Without `right`, left itself."""
+    """An expected shape: left / right (left without `right`) is at least `at_least`, or within `within` of 1."""
 
     says: str
     left: Value
@@ -80,12 +80,12 @@ class Expectation:
 
 @dataclass(frozen=True)
 class ExperimentStep:
-    """An experiment of the lab: one that ships with it, or a file of the week; what each size and engine changes."""
+    """An experiment of the lab, shipped with it or a file of the week, with changes per size and engine."""
 
     name: str
     source: str  # a name of `spill lab list`, or a path
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by scale, merged over the document
-    # Engine, arm, its flags; `load` among them: by scale, how requests are sent to it.
+    # Flags by engine and arm; the key `load` among them has workload changes by scale.
     engines: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     scales: tuple[str, ...] = SCALES
 
@@ -95,7 +95,7 @@ class CommandStep:
     """A command of `spill` that writes its measurements with --output-json."""
 
     name: str
-    run: Mapping[str, str]  # by scale
+    run: Mapping[str, str]  # the command line by scale
     seconds: float = COMMAND_SECONDS
 
 
@@ -112,8 +112,8 @@ class Week:
     questions: tuple[str, ...]
     next: tuple[str, ...]
     plots: tuple[str, ...] = ()
-    gpus: int = 1  # for a job file
-    missing: str = ""  # what the document asks for and this build does not have
+    gpus: int = 1  # number of GPUs in a job file
+    missing: str = ""  # features that the document needs and this build does not have
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ class Week:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Return the engines that it can be run on, spillover first."""
+        """Return the engines that the week can be run on, spillover first."""
         return tuple(engine for engine in ENGINES
                      if engine == "spillover" or any(engine in step.engines for step in self.experiments))
 
@@ -147,12 +147,12 @@ def all_weeks() -> list[Week]:
 
 
 def course_folder() -> Path:
-    """Return the folder that holds the weeks."""
+    """Return the folder that contains the weeks."""
     return Path(str(resources.files("spillover.course")))
 
 
 def parse_week(document: Mapping[str, Any], number: int, folder: Path) -> Week:
-    """Parse a week; refuse names that it does not know, and values of steps that there are not."""
+    """Parse a week; refuse unknown names, and values of steps that do not exist."""
     where = f"week {number}"
     _names(where, document, ("title", "phase", "gpus", "missing", "experiments", "commands", "metrics", "expect",
                              "plots", "questions", "next"),

@@ -1,4 +1,4 @@
-"""From flags to a running engine: find the model, plan the memory, load the weights, put the parts together."""
+"""Builds an engine from flags: finds the model, plans the memory, loads the weights, puts the parts together."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ log = logging.getLogger("spillover.engine")
 
 @dataclass(frozen=True)
 class Assembly:
-    config: EngineConfig  # as planned: nothing left to choose
+    config: EngineConfig  # the flags, with the planner's choices filled in
     path: Path
     model_config: ModelConfig
     specs: WeightSpecs
@@ -88,11 +88,11 @@ class Assembly:
 
 def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None,
              progress: Progress | None = None) -> Assembly:
-    """Build an engine. `on_plan` sees the plan before anything is loaded; `progress` gets (done, total, stage)."""
+    """Build an engine. `on_plan` gets the plan before weights are loaded; `progress` gets (done, total, stage)."""
     show = progress or quiet
     path = resolve(config.model, lambda what, done, total: show(done, total, what))
     show(0, 0, TOKENIZER)
-    # Before the plan is made, which counts what the process holds by then.
+    # Loaded before the plan is made, which counts the memory that the process already uses.
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or path, config.chat_template)
     planned = plan_model(config, progress=progress)
     if on_plan is not None:
@@ -166,7 +166,7 @@ def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVC
 
 def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: NullRunner | ModelRunner,
                  expected: tuple[float, ...] | None, show: Progress) -> DraftModel:
-    """Load the model that drafts."""
+    """Load the draft model."""
     plan = draft.plan
     second = make_runner(draft, None, show, beside=runner.inner if isinstance(runner, ParallelRunner) else runner)
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows)
@@ -174,14 +174,14 @@ def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: NullR
 
 
 def _expert_price(runner: NullRunner | ModelRunner) -> ExpertPrice | None:
-    """Return what prices the experts that drafts bring to the device; None where all are there."""
+    """Return the cost model of experts that draft rows bring to the device; None if all experts are resident."""
     if isinstance(runner, NullRunner) or runner.weights.experts is None:
         return None
     return ExpertPrice(runner.weight_traffic, quick_rates(runner.kv.pool.device.type).host_to_device)
 
 
 def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
-    """Return the slots of experts that KV may take as contexts grow."""
+    """Return the lender of expert slots, which KV may use as contexts grow; None if there is none."""
     placement = plan.placement
     if isinstance(runner, NullRunner | ParallelRunner) or placement is None or not placement.spare_slots:
         return None  # ranks would have to lend the same slots at the same step
@@ -195,8 +195,8 @@ def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
 def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show: Progress = quiet,
                 beside: NullRunner | ModelRunner | None = None, ranks: Ranks = ONE_RANK,
                 allocate: Callable[[int], torch.Tensor] | None = None) -> NullRunner | ModelRunner:
-    """Load the weights and make room for the KV cache. `beside`: a runner that this one drafts for. `ranks`: those that
-    compute beside this one. `allocate`: makes a run of zero bytes for the pool."""
+    """Load the weights and allocate the KV cache. `beside`: the runner that this one drafts for. `ranks`: the group of
+    ranks that this runner is one of. `allocate`: allocates zeroed bytes for the pool."""
     config, plan, model_config = planned.config, planned.plan, planned.model_config
     shard, local = planned.shard, planned.shard.decoder(model_config)
     decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
@@ -212,7 +212,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
     if planned.substitutes is not None:
         copies = load_substitutes(config, plan, planned.substitutes, planned.path,
                                   lambda done, total, _: show(done, total, SUBSTITUTES))
-    trim_heap()  # what loading left behind
+    trim_heap()  # return memory that loading has freed to the system
     if device.type == "cuda":
         torch.cuda.empty_cache()
     memory = weights.memory if shard.size == 1 else None
@@ -220,10 +220,10 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
     views = KVViews(pool, model.groups)
     stage = None
     if plan.offloaded_blocks:
-        own = pool[:, :model_config.num_layers]  # no step reads a head's layer of such blocks
+        own = pool[:, :model_config.num_layers]  # no step reads the head's layer of offloaded blocks
         stage = OffloadStage(own, plan.block_size, transfers, spill_codec(config, model_config, pool, plan.block_size))
     limits = step_limits(planned)
-    if beside is not None:  # the first step of a draft has a few rows of each request
+    if beside is not None:  # the first step of a draft may have several rows per request
         limits = replace(limits, draft_tokens=1)
     if device.type == "cuda":
         from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
@@ -256,7 +256,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
 
 
 def draft_limits(plan: Plan) -> StepLimits:
-    """Return the most of a step that drafts: a token of every request."""
+    """Return the limits of a step that drafts: one token per request."""
     return StepLimits(plan.max_num_seqs, plan.max_num_seqs, plan.max_model_len)
 
 
@@ -268,7 +268,7 @@ def step_limits(planned: PlannedModel) -> StepLimits:
 
 
 def make_transfers(plan: Plan) -> Transfers:
-    """Make what copies between the device and host memory, of which the plan says how much there is."""
+    """Make the copier between device and host memory, whose host pool is limited to what the plan allows."""
     limit = plan.host_bytes + plan.host_weight_bytes
     if plan.device == "cuda":
         return CudaTransfers(torch.device("cuda"), HostPool(CudaPinner(torch.cuda.current_device()), limit))
@@ -277,8 +277,8 @@ def make_transfers(plan: Plan) -> Transfers:
 
 def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device,
                memory: ElasticMemory | None, allocate: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
-    """Allocate all blocks, and block 0 which padding points at. Written once here, so that the memory is really there.
-    `memory`: shared with slots of experts, over which the pool reaches too. `allocate`: makes a run of zero bytes."""
+    """Allocate all blocks, and the dummy block 0 for padding. The memory is zeroed, so that its pages are allocated.
+    `memory`: memory shared with expert slots, which the pool's address range includes. `allocate`: allocates zeros."""
     size = plan.block_size * config.head_dim
     if plan.kv_cache_dtype != "auto":
         dtype, size = torch.uint8, head_bytes(plan.block_size, config.head_dim)
@@ -289,25 +289,25 @@ def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype,
         return memory.pool(math.prod(shape[1:]) * dtype.itemsize).view(dtype).view(-1, *shape[1:])
     try:
         if device.type == "cpu" and dtype in (torch.float32, torch.uint8):
-            floats = math.prod(shape) * dtype.itemsize // 4  # of bytes too, there is a multiple of four
+            floats = math.prod(shape) * dtype.itemsize // 4  # the pool's size is a multiple of 4 bytes
             return Arena().empty(floats).zero_().view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device).zero_()
-    except (RuntimeError, OSError) as error:  # torch's and the system's names for it on the CPU
+    except (RuntimeError, OSError) as error:  # allocation errors of torch and of the system
         raise SpilloverError(f"the KV cache of {plan.num_blocks:,} blocks could not be allocated ({error}); "
                              f"lower --gpu-memory") from error
 
 
 def _identity(planned: PlannedModel) -> bytes:
-    """Return what a KV block's content depends on besides its tokens; the same in every such process."""
+    """Return a digest of all that a KV block's content depends on besides its tokens; the same in all processes."""
     config, plan = planned.config, planned.plan
     weights = model_fingerprint(planned.path, planned.model_config, config.load_format, dtype=plan.dtype,
                                 device=plan.device, seed=config.seed)
     parts: list[Any] = [weights, plan.dtype, config.kv_cache_dtype, config.spill_dtype, plan.block_size, KV_LAYOUT,
                         slot_layout(config.spill_dtype), plan.windows, planned.in_codes]
-    if planned.head is not None:  # a layer of every block is its own
+    if planned.head is not None:  # one layer of every block is the head's
         parts.append(planned.head.fingerprint(config, plan))
-    if config.speculative_simulate is not None:  # its KV is of made-up tokens
+    if config.speculative_simulate is not None:  # its KV is that of made-up tokens
         parts.append("simulated")
-    if config.load_format == "dummy" and planned.shard.size > 1:  # made up rank by rank
+    if config.load_format == "dummy" and planned.shard.size > 1:  # each rank makes its own random weights
         parts.append(planned.shard)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

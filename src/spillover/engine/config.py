@@ -1,4 +1,4 @@
-"""Every engine flag, once: its name, default and help. The command line and `LLM(...)` both read this class."""
+"""Every engine flag with its name, default and help, from which both the command line and `LLM(...)` are made."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from spillover.units import UNITS_HELP, parse_budget, parse_bytes
 
 
 def _flag(default: Any, text: str, choices: tuple[str, ...] = (), aliases: Mapping[str, str] | None = None) -> Any:
-    """Make a field with its help. `aliases`: other people's names for some of the choices, taken but not offered."""
+    """Make a field with its help. `aliases`: alternative names of choices, which are accepted but not listed."""
     return field(default=default, metadata={"help": text, "choices": choices, "aliases": aliases or {}})
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All flags of an engine; None is chosen by the planner for model and machine, and printed with the plan."""
+    """All flags of an engine. None: the planner chooses a value for model and machine, printed with the plan."""
 
     model: str | None = _flag(None, "Model: a name from `spill pull`, a Hugging Face folder, a GGUF file or a hub id.")
     tokenizer: str | None = _flag(None, "Tokenizer folder or GGUF file, if not the model's own.")
@@ -39,7 +39,7 @@ class EngineConfig:
                                      "of the true shape; null has no model and answers at once with meaningless "
                                      "words, to measure everything else.",
                              ("auto", "dummy", "null"))
-    dtype: str = _flag("auto", "Compute type; auto is float32 on a CPU and the stored type on a GPU (bfloat16 beside "
+    dtype: str = _flag("auto", "Compute type; auto is float32 on a CPU and the stored type on a GPU (bfloat16 with "
                                "codes of a GGUF file).",
                        ("auto", "float32", "bfloat16", "float16"))
     weight_codes: str = _flag("keep", "How to hold weights that a GGUF file stores in codes: keep computes with the "
@@ -54,20 +54,20 @@ class EngineConfig:
     tensor_parallel_size: int = _flag(1, "Ranks: processes that each hold a part of every layer and compute each step "
                                          "together: on CUDA one per device, else on the CPU. --gpu-memory is each "
                                          "rank's.")
-    ranks_share_device: bool = _flag(False, "Let several ranks share a CUDA device, which is slower than one rank and "
-                                            "of use for tests.")
+    ranks_share_device: bool = _flag(False, "Let several ranks share a CUDA device, which is slower than one rank; for "
+                                            "tests.")
     enable_expert_parallel: bool = _flag(False, "With several ranks: deal out whole experts to them instead of a part "
                                                 "of each.")
     gpu_memory: str | None = _flag(None, "Memory budget of the device tier for weights, KV cache and workspace: a size "
                                          f"such as 8GB ({UNITS_HELP}), or a share of the tier such as 90%.")
     weights: str = _flag("auto", "How to hold weights that do not fit on the device: auto keeps all of them there if "
-                                 "they fit, otherwise takes what measured rates predict to be fastest; resident "
+                                 "they fit, otherwise chooses what measured rates predict to be fastest; resident "
                                  "refuses such a model; demand copies weights when they are used; sequential streams "
                                  "layers ahead of use; experts pages experts through slots; host-experts[:N] computes "
                                  "the experts of the first N layers on the host; pinned keeps a fixed set of experts "
-                                 "on the device; uvm computes with weights in CUDA managed memory, whose pages come "
-                                 "when they are touched, uvm-prefetch brings them ahead of the layer, uvm-advise "
-                                 "tells the driver that they are only read (all three emulated on a CPU).")
+                                 "on the device; uvm computes with weights in CUDA managed memory, whose pages are "
+                                 "moved when touched, uvm-prefetch moves them before the layer runs, uvm-advise "
+                                 "marks them as read-mostly (all three emulated on a CPU).")
     uvm_oversubscribe: bool = _flag(False, "With --weights uvm: allocate managed memory also if it is more than the "
                                            "card has free. Dangerous: a driver in that state can hang the machine.")
     cpu_offload_gb: float | None = _flag(None, "Keep at least this many GiB of weights off the device, whole layers "
@@ -107,7 +107,7 @@ class EngineConfig:
     block_size: int = _flag(16, "Tokens per KV block; a multiple of 8.")
     num_gpu_blocks_override: int | None = _flag(None, "Use exactly this many KV blocks on the device.")
     enable_prefix_caching: bool = _flag(True, "Reuse the KV blocks of prompts that share a prefix.")
-    enable_chunked_prefill: bool = _flag(True, "Split long prompts over steps so that decodes are not held up.")
+    enable_chunked_prefill: bool = _flag(True, "Split long prompts over steps so that decodes are not delayed.")
     batching: str = _flag("continuous", "When to admit requests: continuous admits them at every step; static waits "
                                         "for the batch to end.",
                           ("continuous", "static"))
@@ -115,28 +115,28 @@ class EngineConfig:
                                  "subtree weight, or the request's priority.",
                                  ("fcfs", "lpm", "dfs-weight", "priority"))
     async_scheduling: bool = _flag(True, "Prepare the next step while the current one runs.")
-    enforce_eager: bool = _flag(False, "Launch every kernel by itself rather than capture CUDA graphs.")
+    enforce_eager: bool = _flag(False, "Launch every kernel individually; do not capture CUDA graphs.")
     graph_capture: str = _flag("lazy", "When to capture CUDA graphs: lazy, each when a step of its size first runs, "
                                        "or all at the start.", ("lazy", "start"))
     fast: bool = _flag(False, "On a GPU: kernels whose sums depend on the batch, and the host's cores for experts that "
-                              "are not on the device. A request's tokens may then depend on what runs beside it.")
+                              "are not on the device. A request's tokens may then depend on the other requests.")
     speculative_config: str | None = _flag(None, "Guess tokens ahead and verify them, as JSON like vLLM's: "
                                            '{"method": "ngram", "num_speculative_tokens": 4}; with prompt_lookup_min, '
                                            "prompt_lookup_max, substitute_dtype, model and adaptive. The text stays "
                                            "the same.")
-    speculative_method: str | None = _flag(None, "The same as a plain flag: ngram drafts what followed the last tokens "
-                                           "before in the request; suffix also what ended requests said; substitute "
-                                           "by copies in int4 of the layers that stream; draft_model asks "
-                                           "--speculative-model; eagle3 takes that for an EAGLE-3 head.", METHODS)
+    speculative_method: str | None = _flag(None, "Method, as a plain flag: ngram drafts what followed the last tokens "
+                                           "earlier in the request; suffix also looks in finished requests; substitute "
+                                           "drafts with int4 copies of streamed layers; draft_model uses "
+                                           "--speculative-model; eagle3 uses that as an EAGLE-3 head.", METHODS)
     speculative_model: str | None = _flag(None, "Draft with this smaller model: a name from `spill pull`, a folder, a "
                                           "GGUF file, or what `spill draft train` wrote. Its weights and KV are part "
                                           "of the budget.")
-    num_speculative_tokens: int | None = _flag(None, "Most tokens of a draft.")
-    speculative_adaptive: bool = _flag(True, "Draft only where measured costs and acceptance say that it is faster, "
-                                             "and only as much; off drafts always.")
-    speculative_simulate: str | None = _flag(None, "For random weights: count made-up drafts as accepted, in this "
-                                             "share of cases up to each position, e.g. 0.8,0.65,0.5. The text means "
-                                             "nothing.")
+    num_speculative_tokens: int | None = _flag(None, "Maximum number of tokens per draft.")
+    speculative_adaptive: bool = _flag(True, "Draft only when measured costs and acceptance predict a gain, and "
+                                             "only as many tokens as pay off; if off, always draft.")
+    speculative_simulate: str | None = _flag(None, "For random weights: count drafts as accepted up to each "
+                                             "position in this share of cases, e.g. 0.8,0.65,0.5. The text is "
+                                             "meaningless.")
     simulate_step: str | None = _flag(None, "With --load-format null: milliseconds that a step takes, and that each of "
                                             "its tokens adds, e.g. 4,0.05; for routers and fleets without a model.")
     kv_events_config: str | None = _flag(None, "Publish which KV blocks each tier holds, for routers, as JSON like "
@@ -144,8 +144,8 @@ class EngineConfig:
                                          '"tcp://*:5557"}; with replay_endpoint, topic, buffer_steps and hwm. Default '
                                          "endpoint: tcp://127.0.0.1:5557.")
     watermark: float = _flag(0.01, "Fraction of KV blocks to keep free when a request is admitted, against thrashing.")
-    generation_config: str = _flag("auto", "Sampling of requests that leave it out: auto is the model's own "
-                                   "generation_config.json, none is vLLM's neutral defaults; or a folder that has one.",
+    generation_config: str = _flag("auto", "Defaults of sampling parameters: auto uses the model's "
+                                   "generation_config.json, none vLLM's neutral defaults, a folder the file in it.",
                                    aliases={"vllm": "none"})
     grammar_timeout: float = _flag(3.0, "CPU seconds that compiling the grammar of one request's structured output may "
                                    "take; one that takes longer is refused.")
@@ -155,18 +155,18 @@ class EngineConfig:
 
     @classmethod
     def from_flags(cls, **flags: Any) -> EngineConfig:
-        """Construct from keywords: a mistyped name is answered with the nearest right ones, and a value of the wrong
-        type with the right one."""
+        """Construct from keywords. The error for an unknown name suggests similar ones, and the error for a value of
+        the wrong type states the right type."""
         hints, kept = get_type_hints(cls), {}
         for name, value in flags.items():
             if name in hints:
-                if name in _JSON_FLAGS and isinstance(value, Mapping):  # as vLLM's LLM takes it
+                if name in _JSON_FLAGS and isinstance(value, Mapping):  # vLLM's LLM accepts a dict
                     value = json.dumps(dict(value), default=str)
                 kept[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
                 _check_type(name, kept[name], hints[name])
             elif not may_be_left_out(name, value):
                 near = difflib.get_close_matches(name, hints, n=3, cutoff=0.5)
-                hint = f"did you mean {' or '.join(near)}?" if near else "`spill serve --help` lists those there are"
+                hint = f"did you mean {' or '.join(near)}?" if near else "`spill serve --help` lists all flags"
                 raise SpilloverError(f"There is no engine flag '{name}'; {hint}")
         return cls(**kept)
 
@@ -199,7 +199,7 @@ class EngineConfig:
         self._check_tiers()
         self._check_speculation()
         if self.kv_events is not None and not self.enable_prefix_caching:
-            raise SpilloverError("--kv-events-config tells of the KV of prefixes, so it needs --enable-prefix-caching")
+            raise SpilloverError("--kv-events-config reports the KV of prefixes, so it needs --enable-prefix-caching")
         if (not self.enable_chunked_prefill and self.max_num_batched_tokens is not None
                 and self.max_model_len is not None and self.max_num_batched_tokens < self.max_model_len):
             raise SpilloverError(f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least "
@@ -207,17 +207,17 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """Return how to speculate; None: not at all."""
+        """Return the configuration of speculation; None if it is off."""
         return SpeculativeConfig.of(self.speculative_config, self.speculative_method, self.num_speculative_tokens,
                                     self.speculative_adaptive, self.speculative_simulate, self.speculative_model)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """Return how to publish KV events; None: not at all."""
+        """Return the configuration of KV events; None if they are off."""
         return KVEventsConfig.of(self.kv_events_config)
 
     def shown(self) -> dict[str, Any]:
-        """Return every flag by its name, without what is secret in --remote: for files and pages."""
+        """Return every flag by name, for files and web pages, with the secrets removed from --remote."""
         flags = dataclasses.asdict(self)
         if self.remote is not None:
             from spillover.memory.tiers.remote_address import RemoteAddress
@@ -226,7 +226,7 @@ class EngineConfig:
         return flags
 
     def _settle(self) -> None:
-        """Replace other spellings by the one that the rest of the program reads."""
+        """Replace alternative flags and values by those that the rest of the program reads."""
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if isinstance(value, str) and value in item.metadata["aliases"]:
@@ -235,7 +235,7 @@ class EngineConfig:
         if self.cpu_offload_gb is not None:
             if not self.cpu_offload_gb >= 0:
                 raise SpilloverError(f"--cpu-offload-gb must be 0 GiB or more; got {self.cpu_offload_gb}")
-            object.__setattr__(self, "cpu_offload_gb", self.cpu_offload_gb or None)  # 0 is vLLM's word for none
+            object.__setattr__(self, "cpu_offload_gb", self.cpu_offload_gb or None)  # 0 is vLLM's value for none
         if self.kv_offloading_size is not None:
             if self.host_memory is not None:
                 raise SpilloverError("--kv-offloading-size and --host-memory are the same budget: give one of them")
@@ -314,7 +314,7 @@ class EngineConfig:
             if folders.count(folder) > 1:
                 raise SpilloverError(f"--disk names {folder} twice; give each folder once")
         if self.remote is not None:
-            from spillover.memory.tiers.remote_address import RemoteAddress  # with its client library, slow to import
+            from spillover.memory.tiers.remote_address import RemoteAddress  # its client library is slow to import
 
             RemoteAddress.parse(self.remote)
         if self.kv_cache_dtype != "auto" and self.spill_dtype not in ("auto", "int4", self.kv_cache_dtype):

@@ -1,4 +1,4 @@
-"""Flags held against the plan: a policy that cannot be made is refused, a flag that changes nothing is noted, and so is
+"""Checks of flags against the plan: a policy that cannot be loaded is an error; notes name flags without effect, and
 what a flag gives up."""
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from spillover.plan.planner import Plan
 
 
 def check_policies(config: EngineConfig) -> None:
-    """Make each policy named by a flag, also one that the plan may leave unused: a misspelt class is always refused."""
+    """Load each policy named by a flag, even if the plan does not use it: a misspelt class is always an error."""
     expert_policy(config.policy)
     admission_policy(config.spill_admission)
 
 
 def flag_notes(config: EngineConfig, model: ModelConfig, plan: Plan) -> tuple[str, ...]:
-    """Return one sentence for each flag that was given and changes nothing under this plan, and for what --fast gives
-    up."""
+    """Return one note for each flag that was given and has no effect under this plan, and for what --fast and
+    managed memory give up."""
     notes = []
     placement = plan.placement
     if config.fast and plan.device == "cuda":
         notes.append("--fast: a request's tokens may depend on the requests beside it, on how its prompt is cut into "
                      "chunks and on where weights and KV lie; without it they do not")
     elif plan.device == "cuda" and placement is not None and placement.strategy == "host-experts":
-        notes.append("--weights host-experts streams what it would leave to the host's cores: their sums are rounded "
-                     "otherwise than the device's; --fast lets them compute")
+        notes.append("--weights host-experts streams the experts that the host's cores would compute, as their sums "
+                     "round differently from the device's; --fast lets the cores compute them")
     elif config.fast:
         notes.append(f"--fast has no effect: it chooses among a GPU's kernels, and the device is {plan.device}")
     if placement is not None and placement.managed_bytes:

@@ -1,8 +1,8 @@
-"""The thread that runs the engine of an `LLM`. Any number of other threads hand it requests and wait for the answers.
+"""The thread that runs the engine of an `LLM`. Any number of other threads send it requests and wait for the answers.
 
-Only this thread touches the scheduler, the cache and the runner. So nothing there needs a lock, all that a library
-keeps per thread (CUDA streams, OpenMP teams) is made once, and Ctrl-C, which Python raises in the main thread, never
-cuts a step in half. Requests are added, ended and counted between two steps. The thread sleeps when nobody waits.
+Only this thread uses the scheduler, the cache and the runner. So these need no locks, thread-local state of libraries
+(CUDA streams, OpenMP teams) is created only once, and Ctrl-C, which Python raises in the main thread, never interrupts
+a step. Requests are added, finished and counted between two steps. The thread sleeps when there are no requests.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from spillover.engine.requests.request import Request
 from spillover.errors import SpilloverError
 
 Result = TypeVar("Result")
-Cancelled = Callable[[], bool]  # whether a caller still wants its answers; asked while it waits
+Cancelled = Callable[[], bool]  # returns whether the caller has cancelled its requests; called while it waits
 
-STALLED_SECONDS = 0.005  # between looks, where all requests wait for copies from other tiers
-ALIVE_SECONDS = 1.0  # between looks whether the thread is still there
-LEAVE_SECONDS = 5.0  # for a step to end when the interpreter exits
+STALLED_SECONDS = 0.005  # seconds between two steps when all requests wait for copies from other tiers
+ALIVE_SECONDS = 1.0  # seconds between two checks whether the engine thread is alive
+LEAVE_SECONDS = 5.0  # timeout in seconds for the current step when the interpreter exits
 CLOSED = "the LLM was closed; make a new one"
 
 
 class Call:
-    """What one caller waits for: the answers to its prompts."""
+    """One caller's request for answers to its prompts, and their state."""
 
     def __init__(self, answers: Sequence[Answer], snapshots: bool) -> None:
-        """Note a call. `snapshots`: the caller wants its first answer each time it has grown, as it is then."""
+        """Make a call. `snapshots`: the caller wants a copy of its answer each time it has grown (streaming)."""
         self.answers = list(answers)
         self.snapshots = snapshots
         self.latest: RequestOutput | None = None
-        self.ended: deque[Answer] = deque()  # for the caller to take
+        self.ended: deque[Answer] = deque()  # complete answers that the caller has not read yet
         self.error: SpilloverError | None = None
         self.news = threading.Event()
 
@@ -52,20 +52,20 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # between putting into the inbox and closing it
+        self._lock = threading.Lock()  # guards putting into the inbox against closing it
         self._closed = False
         self._stopping = False
         self._ended: Future[None] = Future()
-        # Known to the thread alone:
-        self._open: dict[str, tuple[Call, Answer]] = {}  # by the name of each sequence
-        self._leaving: list[Future[None]] = []  # callers who wait until the engine has settled
+        # Used by the engine thread only:
+        self._open: dict[str, tuple[Call, Answer]] = {}  # unfinished sequences, by request id
+        self._leaving: list[Future[None]] = []  # resolved when the requests of their callers have left the engine
         self._thread = threading.Thread(target=self._run, name="spillover-engine", daemon=True)
         self._thread.start()
 
     # Called by any thread
 
     def outputs(self, answer: Answer, cancelled: Cancelled | None = None) -> Generator[RequestOutput]:
-        """Yield one answer as it grows; closing the iterator ends the request."""
+        """Yield one answer as it grows; closing the iterator aborts the request."""
         call = Call([answer], snapshots=True)
         try:
             self._put(partial(self._add, call))
@@ -79,7 +79,7 @@ class EngineThread:
             self._end(call)
 
     def answers(self, answers: Sequence[Answer], cancelled: Cancelled | None = None) -> Generator[Answer]:
-        """Yield each of the answers when it is complete; closing the iterator ends those that are not."""
+        """Yield each of the answers when it is complete; closing the iterator aborts the others."""
         call = Call(answers, snapshots=False)
         try:
             self._put(partial(self._add, call))
@@ -91,13 +91,13 @@ class EngineThread:
             self._end(call)
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Return what `work` returns, called between two steps."""
+        """Call `work` in the engine thread between two steps; return its result."""
         done: Future[Result] = Future()
         self._put(partial(_settle, done, work))
         return self._result(done)
 
     def close(self) -> None:
-        """End every request, then the engine; callers who still wait get a SpilloverError."""
+        """Abort every request and close the engine; waiting callers get a SpilloverError."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -106,7 +106,7 @@ class EngineThread:
             self._result(self._ended)
 
     def abandon(self) -> None:
-        """End the thread because nobody can use it any more: the LLM was collected, or the interpreter exits."""
+        """Stop the thread because it can no longer be used: the LLM was collected, or the interpreter exits."""
         with self._lock:
             if self._closed:
                 return
@@ -125,7 +125,7 @@ class EngineThread:
             self._inbox.put(work)
 
     def _wait(self, call: Call, cancelled: Cancelled | None = None) -> None:
-        """Wait until something is new; raises what ended the call."""
+        """Wait for news of the call; raise its error if it failed or was cancelled."""
         while not call.news.wait(ALIVE_SECONDS):
             self._check_alive()
             if cancelled is not None and cancelled():
@@ -135,13 +135,13 @@ class EngineThread:
             raise call.error
 
     def _end(self, call: Call) -> None:
-        """End what still runs of it. With nobody else waiting, the engine is idle after this."""
+        """Abort the call's unfinished requests. If there are no other calls, the engine is idle afterwards."""
         done: Future[None] = Future()
         try:
             self._put(partial(self._drop, call, done))
-        except SpilloverError:  # closed, which has ended everything
+        except SpilloverError:  # closed, which has aborted all requests
             return
-        if threading.current_thread() is not self._thread:  # where the collector may close a forgotten iterator
+        if threading.current_thread() is not self._thread:  # the garbage collector may close an iterator in it
             self._result(done)
 
     def _result(self, done: Future[Result]) -> Result:
@@ -157,7 +157,7 @@ class EngineThread:
         if not self._thread.is_alive():
             raise SpilloverError("the LLM's engine thread is not running; a forked process must make an LLM of its own")
 
-    # The thread
+    # Called in the engine thread
 
     def _run(self) -> None:
         why = CLOSED
@@ -179,7 +179,7 @@ class EngineThread:
                 self._ended.set_result(None)
 
     def _take_in(self) -> None:
-        """Take in what callers have asked for; wait for it if there is nothing else to do."""
+        """Process what callers have put into the inbox; wait for it if there is nothing else to do."""
         if not self._engine.has_copies_in_flight or self._open:
             self._let_go()
         if not self._open and not self._engine.has_copies_in_flight:
@@ -247,10 +247,10 @@ class EngineThread:
                 call.news.set()
 
     def _advance(self, call: Call, answer: Answer, request: Request) -> bool:
-        """Take in a sequence's new tokens; False if its call has failed over them."""
+        """Apply a sequence's new tokens to its answer; return False if that made the call fail."""
         try:
             stop_string = answer.advance(request)
-        except Exception as error:  # one sequence's text must not be the end of the others
+        except Exception as error:  # an error in one sequence's text must not affect other requests
             self._fail(call, f"the text of this request could not be made ({type(error).__name__}: {error})", error)
             return False
         if stop_string is not None:
@@ -275,7 +275,7 @@ class EngineThread:
 
 
 def _settle(done: Future[Result], work: Callable[[], Result]) -> None:
-    """Do the work, and hand what it returns or raises to who waits for it."""
+    """Call `work`, and resolve the future with its result or exception."""
     try:
         done.set_result(work())
     except BaseException as error:

@@ -1,5 +1,5 @@
-"""The offline front door: `LLM(model, **flags).generate(prompts, params)`. The engine runs in this process, in a thread
-of its own, so that an LLM may be used from any number of threads."""
+"""The offline API: `LLM(model, **flags).generate(prompts, params)`. The engine runs in this process, in a separate
+thread, so that an LLM may be used from any number of threads."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from spillover.progress import counted, stages
 
 
 class LLM:
-    """A model, loaded and ready; every engine flag is a keyword (`max_num_batched_tokens=48`).
+    """A loaded model, ready for requests; every engine flag is a keyword (`max_num_batched_tokens=48`).
 
-    While it loads, a bar on stderr says what is being done; `progress(done, total, stage)` replaces it.
-    Safe from any number of threads, whose requests run in one batch. `close` ends the requests of all of them.
+    While the model loads, a bar on stderr shows the progress; `progress(done, total, stage)` replaces it.
+    Safe to use from any number of threads; their requests run in one batch. `close` aborts the requests of all threads.
     """
 
     def __init__(self, model: str | PathLike[str] | None = None, *, on_plan: Callable[[Plan], None] | None = None,
@@ -55,7 +55,7 @@ class LLM:
         with stages() as show:
             self._parts: Assembly = assemble(config, on_plan, progress or (
                 lambda done, total, stage: show(stage, done, total)))
-        self.engine = self._parts.engine  # belongs to the thread while a call runs
+        self.engine = self._parts.engine  # only the engine thread may use it while a call runs
         self.plan = self._parts.plan
         self.config = self._parts.config
         self._factory = RequestFactory(self._parts.model_config, self._parts.tokenizer, self.plan.max_model_len,
@@ -65,17 +65,17 @@ class LLM:
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.abandon)
         if self.plan.device == "cuda":
-            self._thread.run(torch.cuda.synchronize)  # makes its context current in that thread
+            self._thread.run(torch.cuda.synchronize)  # makes the CUDA context current in that thread
         weakref.finalize(self, self._factory.close)
 
-    # Asking
+    # Requests
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True,
                  priority: Sequence[int] | None = None, cache_salt: str | None = None,
                  cancelled: Callable[[], bool] | None = None) -> list[RequestOutput]:
-        """Return one result per prompt, in their order. Every prompt is checked before the first one runs.
+        """Return one result per prompt, in the order of prompts. All prompts are checked before the first one runs.
 
-        `cancelled` is asked at least once a second; where it says so, the requests end, with a SpilloverError.
+        `cancelled` is called at least once per second; if it returns True, the requests fail with a SpilloverError.
         """
         items = prompt_list(prompts)
         params = params_for(len(items), sampling_params, self.get_default_sampling_params())
@@ -92,14 +92,14 @@ class LLM:
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,
              use_tqdm: bool = True, tools: Sequence[Mapping[str, Any]] | None = None,
              **template_options: Any) -> list[RequestOutput]:
-        """Answer messages through the model's chat template; a list of conversations gives a result each."""
+        """Answer a conversation, rendered by the model's chat template; a list of them gives one result for each."""
         prompts = [self._factory.render(each, tools, **template_options) for each in conversations(messages)]
         return self.generate([{"prompt_token_ids": ids} for ids in prompts], sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                cancelled: Callable[[], bool] | None = None) -> Generator[RequestOutput]:
-        """Yield the answer to one prompt whenever it has grown; closing the iterator ends the request, and so does
-        `cancelled`, as of `generate`."""
+        """Yield the answer to one prompt whenever it has grown. Closing the iterator aborts the request, and so does
+        `cancelled`, as for `generate`."""
         params = params_for(1, sampling_params, self.get_default_sampling_params())[0]
         return self._thread.outputs(self._answer(prompt, params, 0, None), cancelled)
 
@@ -108,7 +108,7 @@ class LLM:
         ids = self._factory.render(conversation(messages), None, **template_options)
         return self.stream({"prompt_token_ids": ids}, sampling_params)
 
-    # Looking
+    # Inspection
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -116,11 +116,11 @@ class LLM:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """Return what the model's generation config says of sampling: fields of SamplingParams."""
+        """Return the sampling defaults of the model's generation config, as fields of SamplingParams."""
         return self._factory.sampling_defaults
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what a call without sampling_params uses: the model's generation config over SamplingParams()."""
+        """Return the params of calls without sampling_params: SamplingParams() updated by the generation config."""
         return SamplingParams(**self._factory.sampling_defaults)
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -133,9 +133,9 @@ class LLM:
         self._thread.run(self.engine.scheduler.reset_prefix_cache)
 
     def observe_prompt_logits(self, observe: PromptObserver | None) -> None:
-        """Have `observe(prompt, position, logits)` called with the logits [P, V] behind the prompt_logprobs of every
-        request, from the prompt's token at `position` on; None ends it. It is called while a step runs, in the thread
-        of the engine: again for a request that was preempted."""
+        """Set a callback `observe(prompt, position, logits)` for the logits [P, V] from which the prompt_logprobs of
+        each request are computed, from the prompt's token at `position` on; None removes it. It is called in the
+        engine's thread while a step runs, and again for a request that was preempted."""
         if self.config.load_format == "null":
             raise SpilloverError("load_format null has no model, and so no logits")
         runner = cast(ModelRunner, self.engine.runner)
@@ -145,10 +145,10 @@ class LLM:
 
         self._thread.run(change)
 
-    # Leaving
+    # Closing
 
     def close(self) -> None:
-        """End the engine; requests that still run end with a SpilloverError. A second call does nothing."""
+        """Stop the engine; requests still running fail with a SpilloverError. A second call does nothing."""
         self._thread.close()
         self._factory.close()
 

@@ -1,4 +1,4 @@
-"""The engine's loop: schedule, run, finish. Everything else in this room serves these three lines."""
+"""The engine's loop: schedule, run, finish. The rest of this package serves these three steps."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class LaunchedStep(Protocol):
     @property
     def step(self) -> Step: ...
 
-    def wait(self) -> None: ...  # until the step has ended
+    def wait(self) -> None: ...  # blocks until the step has completed
 
-    def done(self) -> bool: ...  # whether it has, or must be waited for by `result` alone
+    def done(self) -> bool: ...  # True if the step has completed, or if only `result` may wait for it
 
-    def result(self) -> StepResult: ...  # waits for the step
+    def result(self) -> StepResult: ...  # waits for the step and returns its result
 
 
 class StepRunner(Protocol):
-    """What computes steps: `CpuRunner` and `CudaRunner` with a model, `NullRunner` without one."""
+    """The interface of runners, which compute steps: `CpuRunner`, `CudaRunner`, and `NullRunner` without a model."""
 
     def launch(self, step: Step) -> LaunchedStep: ...
 
-    def sleep(self, blocks: Sequence[int]) -> None: ...  # weights and these KV blocks to the host, until wake_up
+    def sleep(self, blocks: Sequence[int]) -> None: ...  # moves weights and these KV blocks to the host until wake_up
 
     def wake_up(self) -> None: ...
 
@@ -55,18 +55,18 @@ class StepRunner(Protocol):
 
 
 class ModelRunner(StepRunner, Protocol):
-    """A runner that has a model, with its weights and KV in device memory."""
+    """A runner with a model, whose weights and KV are in device memory."""
 
     observe: PromptObserver | None
 
     @property
     def drafting(self) -> StepRunner | None:
-        """Return what runs a model that drafts, beside this one; None: there is none."""
+        """Return the runner that drafts for this one with substitutes; None if there is none."""
         ...
 
     def draft(self, items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
-        """Let a head draft, where there is one. `wait`: the tokens must be known now; without it a device may keep
-        them, for the next step that names them."""
+        """Draft with the model's head, if it has one. `wait`: return the tokens themselves; without it they may stay on
+        the device for the next step, which then refers to them as ON_DEVICE."""
         ...
 
     @property
@@ -75,15 +75,15 @@ class ModelRunner(StepRunner, Protocol):
     @property
     def kv(self) -> KVViews: ...
 
-    def in_order(self, change: Callable[[], Changed]) -> Changed: ...  # after the steps launched, before those to come
+    def in_order(self, change: Callable[[], Changed]) -> Changed: ...  # runs `change` after all steps launched so far
 
 
-HAND_ON_SECONDS = 0.002  # between looks at copies while a prefill step runs
-FLUSH_SECONDS = 10.0  # at the end, for writing stored blocks to the tiers that outlive the process
+HAND_ON_SECONDS = 0.002  # seconds between two polls of copies while a prefill step runs
+FLUSH_SECONDS = 10.0  # timeout in seconds, at close, for writing blocks to the tiers that outlive the process
 
 
 class DraftingModel(Protocol):
-    """A model beside the runner's, which drafts."""
+    """A second model, which drafts for the runner's."""
 
     def sleep(self) -> None: ...
 
@@ -99,21 +99,21 @@ class Engine:
         self.runner = runner
         self.drafting = drafting
         self.events = events or NoStepEvents()
-        self.on_step: Callable[[Step, float], None] | None = None  # is told of every step and its seconds
-        self.failed = False  # a step has raised: what was scheduled for it will never end
+        self.on_step: Callable[[Step, float], None] | None = None  # called with every step and its seconds
+        self.failed = False  # whether a step has raised; the requests scheduled for it will never finish
         self.num_steps = 0
-        self.slots_held = 0  # token slots in running requests' blocks, summed over steps ...
-        self.slots_wasted = 0  # ... and those of them without a token
+        self.slots_held = 0  # token slots in running requests' blocks, summed over steps
+        self.slots_wasted = 0  # token slots without a token in these blocks, summed over steps
         self._overlap = overlap
         self._launched: LaunchedStep | None = None
-        self._launched_at = 0.0  # of the step that runs, and ...
-        self._ended_at = 0.0  # ... when the one before it ended
+        self._launched_at = 0.0  # monotonic time at which the step in flight was launched
+        self._ended_at = 0.0  # monotonic time at which the last completed step did so
 
     def step(self) -> list[Request]:
-        """Run one turn and return the requests that have a new token or have ended.
+        """Run one iteration and return the requests that have new tokens or have finished.
 
-        With overlap, step N+1 is scheduled and launched before the results of N are taken in; or, where N+1 is made of
-        these results, right behind that, before anybody looks at them.
+        With overlap, step N+1 is scheduled and launched before the result of step N is applied; or, if N+1 depends on
+        that result, directly after it is applied and before this call returns.
         """
         launched, at = self._begin()
         if not self._overlap:
@@ -126,12 +126,12 @@ class Engine:
         return changed
 
     def drain(self) -> list[Request]:
-        """Take in the step that still runs, and launch none; returns as `step` does."""
+        """Complete the step in flight without launching another; return the changed requests as `step` does."""
         ended, self._launched = self._launched, None
         return self._finish(ended, self._launched_at)
 
     def sleep(self) -> None:
-        """Give device memory back; what is in it waits on the host until `wake_up`. No step may run."""
+        """Free device memory, keeping its contents on the host until `wake_up`. No step may be in flight."""
         kv, deadline = self.scheduler.kv, time.monotonic() + FLUSH_SECONDS
         while kv.num_in_flight and time.monotonic() < deadline:
             self.scheduler.connector.poll()
@@ -149,12 +149,12 @@ class Engine:
             self.drafting.wake_up()
 
     def wait(self, seconds: float) -> None:
-        """Wait until a copy from another tier may have ended; called when a step found nothing to do."""
+        """Wait until a copy from another tier may have completed; called when a step had nothing to do."""
         self.scheduler.connector.wait(seconds)
 
     @property
     def has_copies_in_flight(self) -> bool:
-        """Return whether a step runs, or the device's blocks are being copied."""
+        """Return whether a step is in flight, or blocks of the device are being copied."""
         return not self.failed and (self._launched is not None or self.scheduler.kv.num_in_flight > 0)
 
     @property
@@ -162,7 +162,7 @@ class Engine:
         return not self.failed and (self.scheduler.has_work or self._launched is not None)
 
     def _begin(self) -> tuple[LaunchedStep | None, float]:
-        """Schedule and launch a step, if there is one; returns it, and when that was."""
+        """Schedule and launch the next step, if there is one; return it with its launch time."""
         step = self.scheduler.schedule()
         now = time.monotonic()
         launched = self._launch(step) if step else None
@@ -194,8 +194,8 @@ class Engine:
         return self.scheduler.finish(ended.step, result)
 
     def _hand_on(self, running: LaunchedStep) -> None:
-        """Let KV that other engines may wait for leave while a prompt is computed, as far as it has not yet: a step may
-        make more blocks than there are slots on their way."""
+        """Poll the copies of KV that other engines may wait for while a prefill step runs: one poll may not start all
+        of them, as a step may complete more blocks than host memory has free slots for."""
         connector = self.scheduler.connector
         while running.step.has_prefill and connector.hands_on and not running.done():
             connector.poll()
@@ -217,13 +217,13 @@ class Engine:
         self.slots_wasted += held - used
 
     def close(self) -> None:
-        """Wait for the launched step and stop the runner; requests still running are dropped."""
+        """Wait for the step in flight and stop the runner; requests still running are dropped."""
         launched, self._launched = self._launched, None
         try:
             if launched is not None:
                 launched.result()
         except Exception as error:
-            logger.warning("the last step failed, whose requests are dropped: %s", error)
+            logger.warning("the last step failed, and its requests are dropped: %s", error)
         try:
             self.scheduler.connector.close(time.monotonic() + FLUSH_SECONDS)
         finally:

@@ -1,6 +1,6 @@
 """A runner without a model: every step returns the next of a few ordinary tokens, at once or after a simulated time.
 
-It shows what all the rest costs (scheduling, messages, text, HTTP). Its output means nothing.
+It serves to measure everything but the model (scheduling, messages, text, HTTP). Its output is meaningless.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from spillover.engine.weights.traffic import WeightTraffic
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.models.tokenizer import Tokenizer
 
-CYCLE = 512  # different tokens that it returns
+CYCLE = 512  # maximum number of different tokens in its output
 
 
 class NullStep:
     def __init__(self, step: Step, result: StepResult, ends: float = 0.0) -> None:
-        """Note a launched step. `ends`: when the step has ended, in seconds of the monotonic clock."""
+        """Make a launched step. `ends`: the time at which it completes, in seconds of the monotonic clock."""
         self.step = step
         self.ends = ends
         self._result = result
@@ -42,10 +42,10 @@ class NullStep:
 class NullRunner:
     def __init__(self, token_ids: Sequence[int], decode: Callable[[int], str] | None = None,
                  simulated: tuple[float, ...] = (), cost: StepCost | None = None) -> None:
-        """Make the runner. `simulated`: how often drafts count as accepted up to each position; `cost`: what steps
-        take."""
+        """Make the runner. `simulated`: the share of drafts that count as accepted up to each position; `cost`: the
+        simulated step time."""
         self._cost = cost or StepCost()
-        self._ends = 0.0  # when the last step launched ends: they run one after the other
+        self._ends = 0.0  # time at which the last launched step completes; steps run one after the other
         self._token_ids = list(token_ids)
         self._simulated = simulated
         self._decode = decode
@@ -106,7 +106,7 @@ class NullRunner:
 
 
 def ordinary_tokens(vocab_size: int, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> list[int]:
-    """Return up to CYCLE ids that are words or pieces of them: nothing special, nothing that ends a sequence."""
+    """Return up to CYCLE ids of tokens that are words or parts of words: no special or end-of-sequence tokens."""
     if tokenizer is None:
         found = [token for token in range(vocab_size) if token not in eos_token_ids]
         return found[:CYCLE] or [0]

@@ -1,8 +1,8 @@
-"""What each quantisation would make of a model on this machine: bytes, whether they fit, and how fast steps would be.
+"""Plans a model in each quantisation format on this machine: its bytes, whether they fit, and how fast steps would be.
 
-Every row is a plan by the planner, for the same flags, of the checkpoint as it would be in that format; nothing is
-read but its configuration. A limit is the planner's roofline: the format's own bytes at the measured memory rate, FLOPs
-at the measured matrix rate. `SHARES` says how much of the limit such steps were measured to reach, and where.
+Every row is the planner's plan, for the same flags, of the checkpoint as it would be in that format; only the
+checkpoint's configuration is read. A limit is the planner's roofline: the format's bytes at the measured memory rate,
+FLOPs at the measured matrix rate. `SHARES` has the shares of the limit that such steps reached when measured.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from spillover.plan.rates import Rates
 from spillover.plan.roofline import Roof
 from spillover.plan.shapes import model_shape
 
-K_QUANT, K_COLUMNS = "Q4_K", 256  # what GGUF files are mostly downloaded as; columns that share a block
-FP8_MATRIX_RATE = 2.0  # of bfloat16's: tensor cores take twice as many FP8 operands, by their makers' data sheets
+K_QUANT, K_COLUMNS = "Q4_K", 256  # the format of most downloaded GGUF files; its columns per block
+FP8_MATRIX_RATE = 2.0  # FP8 matrix rate relative to bfloat16's, according to the vendors' data sheets
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of its limit a step was measured to reach."""
+    """The share of its limit that a step was measured to reach."""
 
-    decode: float  # one request
+    decode: float  # share of a decode step of one request
     prefill: float | None
     source: str
 
 
-# By device and what the layers' weights are held in: only what was measured itself, nothing carried over from another.
+# By device and format of the layers' weights: only combinations that were themselves measured.
 SHARES: dict[tuple[str, str], Share] = {
     ("cuda", "numbers"): Share(0.85, 0.81, "Llama-3.1-8B in bfloat16 on an H200 (w3-llama-3.1-8b.json, "
                                            "prefill-llama-3.1-8b.json)"),
@@ -47,31 +47,31 @@ SHARES: dict[tuple[str, str], Share] = {
     ("cpu", "numbers"): Share(0.73, 0.82, "SmolLM2-135M in float32 on two Xeon cores (docs/benchmarks.md)"),
     ("cpu", "Q4_1"): Share(0.73, None, "SmolLM2-135M in Q4_1 on two Xeon cores (latency.json)"),
 }
-# Products in codes on a CPU are no float32 products: prefill in Q4_1 reached 124% of that rate, which bounds nothing.
+# The float32 rate is no limit for products in codes on a CPU: prefill in Q4_1 reached 124% of it.
 NO_LIMIT = "float32 rate, no limit"
 
 
 @dataclass(frozen=True)
 class Speed:
-    limit: float  # tok/s by the roofline
+    limit: float  # tokens per second by the roofline
     bound: str
-    predicted: float | None  # limit times the measured share; None: no such share was measured
+    predicted: float | None  # limit times the measured share; None if that share was not measured
 
 
 @dataclass(frozen=True)
 class FormatPlan:
-    """A model in one format. Where it cannot be had, or not planned, `why` says so and the rest is None."""
+    """The plan of a model in one format. If it is not available or cannot be planned, `why` is the reason."""
 
     name: str
-    own: bool  # the checkpoint is in it
-    how: str  # what to type
+    own: bool  # whether the checkpoint is in this format
+    how: str  # the flags, or the checkpoint, to get this format with
     why: str = ""
     weight_bytes: int | None = None
-    resident: bool = False  # all weights lie on the device
+    resident: bool = False  # whether all weights are on the device
     kv_tokens: int | None = None
     decode: Speed | None = None
     prefill: Speed | None = None
-    source: str = ""  # of the shares
+    source: str = ""  # source of the shares
 
 
 def plan_formats(config: EngineConfig, path: Path, hf_config: Mapping[str, Any], rates: Rates) -> list[FormatPlan]:
@@ -81,7 +81,7 @@ def plan_formats(config: EngineConfig, path: Path, hf_config: Mapping[str, Any],
 
 def _variants(config: EngineConfig, path: Path,
               hf_config: Mapping[str, Any]) -> Iterator[tuple[str, bool, str, EngineConfig, Mapping[str, Any]]]:
-    """Yield name, whether it is the checkpoint's own, what to type, flags and the checkpoint's configuration."""
+    """Yield each format's name, whether it is the checkpoint's own, how to get it, flags, and configuration."""
     codes = hf_config.get("codes") or {}
     method = (hf_config.get("quantization_config") or {}).get("quant_method")
     plain = {key: value for key, value in hf_config.items() if key not in ("codes", "quantization_config")}
@@ -121,7 +121,7 @@ def _row(config: EngineConfig, path: Path, rates: Rates, name: str, own: bool, h
 
 
 def _planned(config: EngineConfig, path: Path, hf_config: Mapping[str, Any]) -> PlannedModel:
-    """Plan with every weight on the device; where that is not possible as the flags say, which may place them."""
+    """Plan with every weight on the device; if they do not fit, with the placement that the flags allow."""
     try:
         return plan_checkpoint(replace(config, weights="resident", cpu_offload_gb=None), path, hf_config)
     except PlanError:
@@ -131,7 +131,7 @@ def _planned(config: EngineConfig, path: Path, hf_config: Mapping[str, Any]) -> 
 
 
 def _held(specs: WeightSpecs, dtype: str) -> str:
-    """Return how the layers' linears are held: "numbers", "fp8" or "codes", whichever has most weights."""
+    """Return the kind of format that most weights of the layers' linears have: "numbers", "fp8" or "codes"."""
     counts: Counter[str] = Counter()
     for part, listed in specs.items():
         for spec in listed if part.startswith("layers.") else ():
@@ -167,7 +167,7 @@ def _speed(roof: Roof, share: float | None) -> Speed:
 
 
 def _faster(roof: Roof, rates: Rates) -> Roof:
-    """Return the roof of a step whose products are done in FP8."""
+    """Return the roof of a step whose products are computed in FP8."""
     memory = roof.limit.bytes / rates.memory_read
     compute = roof.limit.flops / (FP8_MATRIX_RATE * rates.flops(roof.limit.dtype))
     return replace(roof, seconds=max(memory, compute), bound="memory" if memory >= compute else "compute")

@@ -1,4 +1,4 @@
-"""Plans for several cards, or for a card that is not here: flags and a table of rates in, a plan a layout out."""
+"""Plans for several cards, or for a card that this machine does not have, from flags and a table of rates."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from spillover.units import parse_budget
 
 @dataclass(frozen=True)
 class Setting:
-    """The cards that are planned for."""
+    """The hardware to plan for."""
 
     card: Card
     link: Link
     host: Host
     machine: Machine
     rates: Rates
-    measured_now: bool  # the card is here
+    measured_now: bool  # whether the card is in this machine, and was timed
     notes: tuple[str, ...] = ()
 
     @property
     def sources(self) -> tuple[tuple[str, str], ...]:
-        """Return where the numbers are from: what, source."""
+        """Return the sources of the numbers, as pairs (what, source)."""
         card = "timed on this machine now" if self.measured_now else self.card.source
         if not self.measured_now and self.card.measured is None:
             card += f"; {SHARES_SOURCE}"
@@ -57,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class RanksPlan:
-    """One card beside several. `refused`: why one card, or experts apart, cannot be had."""
+    """Plans of one card and of several. `refused`: layouts that are not possible, with the reason."""
 
     setting: Setting
     layouts: tuple[RankPlan, ...]
@@ -66,8 +66,8 @@ class RanksPlan:
 
 def choose_setting(card: str | None, link: str | None, device: str, machine: Machine,
                    measure: Callable[[], Rates]) -> Setting:
-    """Return the cards to plan for: those named, else the one here, else the table's default with a note. `measure`
-    times the card here."""
+    """Return the hardware to plan for: the card named, else this machine's, else the table's default with a note.
+    `measure` times this machine's card."""
     if device == "cpu":
         raise SpilloverError("--tensor-parallel-size, --card and --link plan for GPUs: leave --device cpu out")
     if card is None and machine.cuda:
@@ -84,7 +84,7 @@ def choose_setting(card: str | None, link: str | None, device: str, machine: Mac
 
 
 def plan_ranks(config: EngineConfig, path: Path, setting: Setting) -> RanksPlan:
-    """Plan a model on one card and on --tensor-parallel-size of them; experts also apart, where it has some."""
+    """Plan a model on one card and on --tensor-parallel-size cards; with experts, also for expert parallelism."""
     _, model_config = read_architecture(read_config(path), path)
     _check(config, setting)
     size = config.tensor_parallel_size
@@ -96,7 +96,7 @@ def plan_ranks(config: EngineConfig, path: Path, setting: Setting) -> RanksPlan:
             layouts.append(_layout(config, path, setting, shard))
         except SpilloverError as error:
             refused[layout_name(shard)] = error
-    if all(layout.shard.size != size for layout in layouts):  # what was asked for; one card stands beside it
+    if all(layout.shard.size != size for layout in layouts):  # one card is shown only for comparison
         raise refused[layout_name(Shard(0, size))]
     return RanksPlan(setting, tuple(layouts), tuple((name, str(why)) for name, why in refused.items()))
 
@@ -107,9 +107,9 @@ def _layouts(size: int, model: ModelConfig) -> list[Shard]:
 
 
 def _layout(config: EngineConfig, path: Path, setting: Setting, shard: Shard) -> RankPlan:
-    """Plan the first rank: budgets of the device are each card's, those below it are all ranks' together."""
+    """Plan the first rank: device budgets are per card, those of lower tiers are shared by all ranks."""
     rates = rank_rates(setting.rates, setting.host, shard.size)
-    flags = replace(  # of a rank that is planned by itself
+    flags = replace(  # flags to plan this rank by itself
         config, device="cuda", tensor_parallel_size=1, enable_expert_parallel=False,
         host_memory=None if config.host_memory is None else str(_host_bytes(config, setting) // shard.size),
         disk=tuple(f"{disk.path}:{disk.capacity_bytes // shard.size}" for disk in map(parse_disk, config.disk)))

@@ -1,4 +1,4 @@
-"""From flags and a checkpoint's configuration to a plan: all that is known of an engine before a weight is read."""
+"""Makes a plan from flags and a checkpoint's configuration, without reading any weights."""
 
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ from spillover.plan.workspace import Workspace
 from spillover.progress import COMPILING, PLANNING
 from spillover.units import parse_budget
 
-Progress = Callable[[int, int, str], None]  # done, in all, the stage; 0 in all: nobody knows
-Share = Callable[[ModelConfig, WeightSpecs], tuple[ModelConfig, WeightSpecs]]  # makes of a model what one rank has
+Progress = Callable[[int, int, str], None]  # called with (done, total, stage); total is 0 if unknown
+Share = Callable[[ModelConfig, WeightSpecs], tuple[ModelConfig, WeightSpecs]]  # maps a whole model to one rank's part
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model that has been looked at but not loaded."""
+    """A model whose configuration has been read and planned for, but whose weights are not loaded."""
 
     config: EngineConfig
     path: Path
     architecture: Architecture
-    model_config: ModelConfig  # of the whole model
-    specs: WeightSpecs  # of the rank's part
+    model_config: ModelConfig  # configuration of the whole model
+    specs: WeightSpecs  # specs of the rank's part of the weights
     plan: Plan
-    scheme: Scheme | None = None  # that weights are quantised by while they load
+    scheme: Scheme | None = None  # how weights are quantised while they load; None: not at all
     shard: Shard = field(default_factory=Shard)
-    cuts: Cuts = field(default_factory=dict)  # where the rank's part lies in the checkpoint
-    substitutes: Substitutes | None = None  # copies of layers that draft
-    draft: PlannedModel | None = None  # the model that drafts
-    head: PlannedHead | None = None  # that drafts from the model's hidden states
+    cuts: Cuts = field(default_factory=dict)  # the parts of checkpoint tensors that the rank loads
+    substitutes: Substitutes | None = None  # rounded copies of layers, used for drafting
+    draft: PlannedModel | None = None  # the draft model
+    head: PlannedHead | None = None  # the head that drafts from the model's hidden states
 
     @property
     def in_codes(self) -> bool:
@@ -76,7 +76,7 @@ class PlannedModel:
 
 
 def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progress | None = None) -> PlannedModel:
-    """Plan a model: all that can be known before a weight is read."""
+    """Plan a model without reading its weights."""
     show = progress or quiet
     native.on_build(lambda done, total: show(done, total, COMPILING))
     show(0, 0, PLANNING)
@@ -86,8 +86,8 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
 
 
 def planned_rank(config: EngineConfig, plan: Plan, rank: int) -> PlannedModel:
-    """Return the part of a rank but the first, which has the plan of rank 0. `config`: as rank 0 has it after planning;
-    it was given the same."""
+    """Return the planned part of a rank other than 0, with rank 0's plan. `config`: rank 0's configuration after
+    planning."""
     path = resolve(config.model)
     return plan_checkpoint(config, path, read_config(path), rank=rank, given=plan)
 
@@ -95,9 +95,9 @@ def planned_rank(config: EngineConfig, plan: Plan, rank: int) -> PlannedModel:
 def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, Any], rates: Rates | None = None,
                     rank: int = 0, given: Plan | None = None, machine: Machine | None = None,
                     share: Share | None = None) -> PlannedModel:
-    """Plan a model whose checkpoint has this configuration, which may be another than the one at `path`. `given`: the
-    plan, which is kept as it is. `machine`: another than this one; `share`: makes of the model the rank's part that is
-    planned for there."""
+    """Plan a model whose checkpoint has this configuration, which may differ from the one at `path`. `given`: a plan to
+    keep as it is. `machine`: the machine to plan for, if not this one; `share`: maps the model to the rank's part that
+    is planned for that machine."""
     arch, model_config = read_architecture(hf_config, path)
     null = config.load_format == "null"
     scheme = None
@@ -116,7 +116,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
     request = PlanRequest(
         model=config.model or DEFAULT_MODEL,
         device="cpu" if null else config.device,
-        # A GGUF file names no type to compute in; beside codes of few bits float32 would be of no use.
+        # A GGUF file names no compute type; next to codes of few bits, the precision of float32 is of no use.
         dtype="bfloat16" if on_card and config.dtype == "auto" and hf_config.get("codes") else config.dtype,
         gpu_memory=None if config.gpu_memory is None else parse_budget(str(config.gpu_memory), "--gpu-memory", whole),
         block_size=config.block_size,
@@ -186,7 +186,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
 
 def _kept_in_codes(config: EngineConfig, specs: WeightSpecs, model_config: ModelConfig, hf_config: Mapping[str, Any],
                    request: PlanRequest, machine: Machine) -> WeightSpecs:
-    """Return the specs with weights in the codes of their file, where the device computes with those."""
+    """Return the specs with weights in the codes of their file, if the device can compute with these codes."""
     if config.load_format == "auto" and config.weight_codes == "keep" and "codes" in hf_config:
         device, dtype = where(request, model_config, machine)
         if _multiplies_codes(machine, device, dtype):
@@ -196,7 +196,7 @@ def _kept_in_codes(config: EngineConfig, specs: WeightSpecs, model_config: Model
 
 @dataclass(frozen=True)
 class _Draft:
-    """A draft model before there is a plan."""
+    """A draft model that is not planned yet."""
 
     name: str
     path: Path
@@ -207,7 +207,7 @@ class _Draft:
 
 
 def look_at_draft(config: EngineConfig, target: PlanRequest, machine: Machine) -> _Draft | None:
-    """Find the model that drafts; None: none does."""
+    """Read the draft model's configuration; None if there is no draft model."""
     speculation = config.speculation
     if speculation is None or speculation.method != "draft_model" or speculation.model is None:
         return None
@@ -226,7 +226,7 @@ def look_at_draft(config: EngineConfig, target: PlanRequest, machine: Machine) -
 
 
 def _head_hint(path: Path | None) -> str:
-    """Return what to do where the checkpoint of a draft model is a head."""
+    """Return a hint for the error message if the checkpoint given as a draft model is a head."""
     found = str(read_config(path).get("architectures")).lower() if path is not None else ""
     return "; it seems to be a head, for which there is the method eagle3" if "eagle3" in found else ""
 
@@ -241,11 +241,11 @@ def _planned_draft(config: EngineConfig, draft: _Draft, plan: Plan) -> PlannedMo
 
 
 def _multiplies_codes(machine: Machine, device: str, dtype: str) -> bool:
-    """Return whether there are kernels for weights in the codes of a file."""
+    """Return whether the device has kernels for weights in the codes of a file."""
     if device == "cpu":
         return dtype == "float32" and native.multiplies_codes()
     return coded_linear.serves(machine.cuda[0].capability, getattr(torch, dtype))
 
 
 def quiet(done: int, total: int, stage: str) -> None:
-    """Do nothing: nobody asked for progress."""
+    """Ignore progress."""

@@ -1,4 +1,4 @@
-"""In which order waiting requests are admitted. A policy sees requests and the cache's prefix lengths, nothing else."""
+"""The orders in which waiting requests are admitted. A policy sees only requests and their cached prefix lengths."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 from spillover.engine.requests.request import Request
 
-# match(request) -> tokens of the request that the cache already holds
+# match(request) -> number of the request's tokens that the cache holds
 Match = Callable[[Request], int]
 QueuePolicy = Callable[[Sequence[Request], Match], list[Request]]
 
-_Member = tuple[Request, tuple[object, ...]]  # a request, and its salt and cached tokens as a path in the tree
+_Member = tuple[Request, tuple[object, ...]]  # a request, and its path in the tree: its salt and cached tokens
 
-# Looking up every waiting prompt at every step costs more than it brings beyond this many; older requests come first.
+# Maximum number of waiting prompts, oldest first, that are matched at every step: more cost more time than they save.
 MATCHED_QUEUE = 128
 
 
@@ -26,7 +26,7 @@ def priority(waiting: Sequence[Request], match: Match) -> list[Request]:
 
 
 def longest_prefix_match(waiting: Sequence[Request], match: Match) -> list[Request]:
-    """Return the requests that reuse most of the cache first, so that their blocks are used before they are evicted."""
+    """Order by length of the cached prefix, longest first, so that cached blocks are used before they are evicted."""
     head, tail = list(waiting[:MATCHED_QUEUE]), list(waiting[MATCHED_QUEUE:])
     return sorted(head, key=lambda request: -match(request)) + tail
 
@@ -34,7 +34,7 @@ def longest_prefix_match(waiting: Sequence[Request], match: Match) -> list[Reque
 def dfs_weight(waiting: Sequence[Request], match: Match) -> list[Request]:
     """Order depth first through the tree of cached prefixes, subtrees with more waiting requests first.
 
-    Requests under one prefix then run next to each other, and a prefix is left only when nobody waits for it.
+    Requests with the same prefix are then admitted one after the other, before those with another prefix.
     """
     head, tail = list(waiting[:MATCHED_QUEUE]), list(waiting[MATCHED_QUEUE:])
     paths: list[_Member] = [(r, (r.cache_salt, *r.token_ids[: match(r)])) for r in head]
@@ -42,7 +42,7 @@ def dfs_weight(waiting: Sequence[Request], match: Match) -> list[Request]:
 
     def visit(members: list[_Member], depth: int) -> None:
         while members and all(len(path) > depth for _, path in members) and len({p[depth] for _, p in members}) == 1:
-            depth += 1  # a stretch that all of them share
+            depth += 1  # all members share this token
         ordered.extend(request for request, path in members if len(path) == depth)
         children: dict[object, list[_Member]] = {}
         for request, path in members:
@@ -55,7 +55,7 @@ def dfs_weight(waiting: Sequence[Request], match: Match) -> list[Request]:
     return ordered + tail
 
 
-PREFIXES_FIRST = ("lpm", "dfs-weight")  # order by what the cache holds, and wait for what is about to be in it
+PREFIXES_FIRST = ("lpm", "dfs-weight")  # policies by cached prefix: requests wait for prefixes that are being computed
 POLICIES: dict[str, QueuePolicy] = {
     "fcfs": fcfs,
     "priority": priority,

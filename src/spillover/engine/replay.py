@@ -1,12 +1,12 @@
-"""Records a run as the steps that its runner was given, and plays them to another runner, without a scheduler.
+"""Records a run as the steps that its runner was given, and replays them on another runner, without a scheduler.
 
     with LLM(model) as llm:
         with recorded(llm.engine, llm.config, llm.plan, "run.steps"):
             llm.generate(...)
 
-    python -m spillover.engine.replay run.steps   # in another process: the tokens of each step, a line of JSON per step
+    python -m spillover.engine.replay run.steps   # in another process: prints one line of JSON per step, its tokens
 
-What comes from other KV tiers is not in the steps: record with no tiers, or with --restore never.
+Steps do not contain KV restored from other tiers: record without tiers, or with --restore never.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LENGTH_BYTES = 4
 
 @contextmanager
 def recorded(engine: Engine, config: EngineConfig, plan: Plan, path: Path | str) -> Iterator[None]:
-    """Write down all steps that are launched meanwhile. No request may run when it begins."""
+    """Record all steps that are launched in this context. No request may be running when it is entered."""
     if plan.placement is not None:
         raise SpilloverError("cannot record this run: its weights do not all fit on the device; raise "
                              "--gpu-memory or leave it out")
     runner: Any = engine.runner
     launch, draft = runner.launch, getattr(runner, "draft", None)
     with Path(path).open("wb") as log:
-        # Played by one rank, whatever computed the run: the steps are the same.
+        # Replayed by one rank, however many computed the run: the steps are the same.
         kept = replace(config, num_gpu_blocks_override=plan.num_blocks, gpu_memory=None, tensor_parallel_size=1,
                        enable_expert_parallel=False)
         _write(log, msgspec.json.encode(kept))
@@ -52,7 +52,7 @@ def recorded(engine: Engine, config: EngineConfig, plan: Plan, path: Path | str)
             return launched
 
         runner.launch = recording
-        if draft is not None:  # the steps must name the tokens that they verify
+        if draft is not None:  # steps must contain the draft tokens that they verify
             runner.draft = lambda items, wait=True: draft(items, wait=True)
         try:
             yield
@@ -73,10 +73,10 @@ def read(path: Path | str) -> tuple[EngineConfig, list[Step]]:
 
 
 def play(runner: StepRunner, steps: Iterable[Step]) -> Iterator[StepResult]:
-    """Run steps one after the other, each launched before the result of the one before is asked for, unless it was
-    made from that result."""
+    """Run steps one after the other. Each is launched before the previous one's result is read, unless it was made from
+    that result."""
     launched: LaunchedStep | None = None
-    waiting: set[int] = set()  # requests whose steps were made once their last token was known
+    waiting: set[int] = set()  # requests whose steps were made from the result of their previous step
     for step in steps:
         waiting.update(request.id for request in step.new if request.params.needs_history)
         ended = launched is not None and any(item.id in step.ended for item in launched.step.items)

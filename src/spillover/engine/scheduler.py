@@ -1,8 +1,8 @@
-"""Who runs in the next step: continuous batching with chunked prefill under one token budget. No torch, no model.
+"""The scheduler: continuous batching with chunked prefill under one token budget. Imports neither torch nor models.
 
-`schedule()` for step N+1 may be called while step N runs: a token that N draws is then `pending`, known only to the
+`schedule()` for step N+1 may be called while step N runs: a token that N samples is then `pending`, known only to the
 device. A request that leaves the running set (finished, aborted, preempted) keeps its blocks until every launched step
-that touches it has ended, so no block is reused under a running step.
+that includes it has completed, so no block is reused while a step may still access it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spillover.memory.connector import KVConnector
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.spill.restore_plan import ComputeCost
 
-SHRINK_STEPS = 32  # between two looks whether borrowed blocks can go back
+SHRINK_STEPS = 32  # steps between two checks for borrowed blocks that can be returned
 
 
 class Scheduler:
@@ -37,33 +37,33 @@ class Scheduler:
         self.speculator: Speculator = speculator or NoSpeculation()
         self._drafts = DraftItems(config, kv, self.speculator)
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in the order of admission; the last is the first to be preempted
+        self.running: list[Request] = []  # in order of admission; the last is preempted first
         self.num_preemptions = 0
-        self.cost = ComputeCost(None)  # of prefill, as steps have shown
+        self.cost = ComputeCost(None)  # cost of prefill, estimated from the steps so far
         self._policy = POLICIES[config.policy]
-        self._leaving: set[Request] = set()  # out of `running`, with a step still in flight
-        self._ended: list[Request] = []  # by schedule() itself, and not told yet
+        self._leaving: set[Request] = set()  # requests removed from `running` whose last step is still in flight
+        self._ended: list[Request] = []  # requests that schedule() finished by itself; returned by the next pop_ended()
         self._run_ids = itertools.count(1)
-        self._by_run_id: dict[int, Request] = {}  # those that the runner knows
-        self._new: list[NewRequest] = []  # for the runner to be told with the next step, as are ...
-        self._gone: list[int] = []  # ... those that will not run again under their id
+        self._by_run_id: dict[int, Request] = {}  # requests that the runner has or gets with the next step, by run id
+        self._new: list[NewRequest] = []  # new requests to send to the runner with the next step
+        self._gone: list[int] = []  # ids to send to the runner as ended with the next step
         self._watermark_blocks = int(config.watermark * kv.num_total)
         self._steps = 0
-        self._chunk = 2 * config.max_num_batched_tokens  # with overlap, two steps lie between a chunk and its commit
-        self._refused: tuple[Request, int, tuple[int, ...]] | None = None  # who last did not fit, and beside what
-        self._forming = True  # static batching: the batch still takes requests in
-        # Blocks offloaded at a time: whole splits of attention (kernels.attention.split_blocks).
+        self._chunk = 2 * config.max_num_batched_tokens  # maximum tokens not committed yet: two steps' with overlap
+        self._refused: tuple[Request, int, tuple[int, ...]] | None = None  # last request refused, and the state then
+        self._forming = True  # static batching: whether the batch still admits requests
+        # Number of blocks offloaded at a time: whole splits of attention (kernels.attention.split_blocks).
         self._offload_unit = max(1, 256 // kv.block_size)
 
-    # What the engine calls
+    # Called by the engine
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
         self._lookup(request)
 
     def schedule(self) -> Step:
-        """Schedule decodes first, then prefills already begun, then new requests, until the token budget is used up;
-        what is left of it is for drafts."""
+        """Schedule decodes first, then prefills already begun, then new requests, up to the token budget; the rest of
+        the budget is for draft tokens."""
         items: list[StepItem] = []
         budget = self.config.max_num_batched_tokens
         self.connector.poll_loads()
@@ -71,7 +71,7 @@ class Scheduler:
             self._progress(request)
         if self.speculator.waits(self.running):
             return Step(())
-        order = self._by_importance()  # who is served may push out who is not yet
+        order = self._by_importance()  # a request scheduled earlier may preempt one that is not scheduled yet
         decodes = [r for r in order if r.num_tokens - r.num_computed == 1]
         prefills = [r for r in order if r.num_tokens - r.num_computed > 1]
         self.connector.reserve(len(decodes) * self.config.num_groups)
@@ -84,7 +84,7 @@ class Scheduler:
                 items.append(self._take(request, count))
                 budget -= count
         self._admit(items, budget)
-        if not items:  # what the runner is to be told waits for a step that runs
+        if not items:  # new and ended requests are sent with the next step that has items
             return Step(())
         if self.speculator.most_tokens:
             self._drafts.add(items, self._by_run_id, len(self.running))
@@ -95,26 +95,26 @@ class Scheduler:
         return step
 
     def poll_transfers(self, step: Step) -> None:
-        """Look after the cache's copies while this step, just launched, is computed. Beside one that only decodes there
-        is time; one with prefill has kept the host busy launching it, and there is none to lose."""
+        """Poll the cache's copies while this step, just launched, is computed. A step that only decodes leaves the host
+        time for that; launching a prefill takes the host long, so copies other than loads may then be put off."""
         self.connector.poll(hurried=step.has_prefill)
         self.speculator.probe(self.running)
         self._give_back()
 
     def observe_step(self, step: Step, seconds: float) -> None:
-        """Note how long a step took."""
+        """Update cost estimates with a step's duration."""
         prefill_tokens = sum(item.count for item in step.items if item.phase is Phase.PREFILL)
         self.cost.observe(prefill_tokens, step.num_tokens, seconds)
         self.connector.observe(prefill_tokens, step.num_tokens, seconds)
         self.speculator.observe_step(step, seconds)
 
     def pop_ended(self) -> list[Request]:
-        """Return the requests that have ended without a step since the last call."""
+        """Return the requests that have finished without a step since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def finish(self, step: Step, result: StepResult) -> list[Request]:
-        """Take in what a step brought; returns the requests that have a new token or have ended."""
+        """Apply a step's result; return the requests that have new tokens or have finished."""
         changed = []
         now = time.monotonic()
         for item, tokens, logprobs, prompt_logprobs in zip(
@@ -125,7 +125,7 @@ class Scheduler:
             request.pending -= item.num_samples > 0
             if request.status is not Status.FINISHED:
                 end, known = item.end, request.token_ids
-                if item.phase is Phase.VERIFY:  # the rows of draft tokens that were not accepted do not count
+                if item.phase is Phase.VERIFY:  # rows of rejected draft tokens do not count as computed
                     end = request.num_computed = item.start + len(tokens)
                     known = known + array("i", tokens)
                     request.verifying = False
@@ -145,15 +145,15 @@ class Scheduler:
         return changed
 
     def _give_back(self) -> None:
-        """Give borrowed blocks back as soon as nobody needs them."""
+        """Return borrowed blocks as soon as no request needs them."""
         while not self.running and not self.waiting and self.kv.shrink():
             pass
 
     def stop(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a request now: a stop string was found, or its caller has gone."""
+        """Finish a request now: a stop string was found, or its caller has disconnected."""
         if request.status is Status.FINISHED:
             itself = request.finish_reason == "length" or (request.finish_reason, request.stop_reason) == ("stop", None)
-            if itself and reason == "stop":  # found in the text of the very last token
+            if itself and reason == "stop":  # a stop string was found in the text of the last token
                 request.finish_reason, request.stop_reason = reason, stop_reason
             return
         request.finish_reason, request.stop_reason = reason, stop_reason
@@ -168,7 +168,7 @@ class Scheduler:
             self._leave_when_idle(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks away; it waits at the head of the queue and computes them again."""
+        """Preempt a running request: once idle, its blocks are released and it waits at the head of the queue."""
         self.num_preemptions += 1
         request.num_preemptions += 1
         request.status = Status.PREEMPTED
@@ -176,7 +176,7 @@ class Scheduler:
         self._leave_when_idle(request)
 
     def reset_prefix_cache(self, external: bool = False) -> None:
-        """Forget every prefix, on the device and in host memory; `external`: also on disk and in a remote store."""
+        """Drop every cached prefix on the device and in host memory; `external`: also on disk and in a remote store."""
         self.connector.clear(external)
         self.kv.reset_prefix_cache()
         self.speculator.reset_prefix_cache()
@@ -186,12 +186,12 @@ class Scheduler:
         return bool(self.waiting or self.running or self._leaving or self.connector.busy or self.connector.hands_on)
 
     def slots(self) -> tuple[int, int]:
-        """Return the token slots in blocks of running requests, and how many have a token once launched steps end."""
+        """Return the token slots in running requests' blocks, and how many hold a token once launched steps end."""
         held = sum(len(self.kv.table(r.request_id)) for r in self.running) * self.kv.block_size
         return held, sum(r.num_computed for r in self.running)
 
     def check(self) -> None:
-        """Assert what must hold between any two steps."""
+        """Assert the invariants that hold between any two steps."""
         self.kv.check()
         self.connector.check()
         assert len(self.running) <= self.config.max_num_seqs
@@ -199,10 +199,10 @@ class Scheduler:
         assert all(r.status is Status.WAITING and r.in_flight == 0 for r in self.waiting)
         assert all(r.in_flight > 0 for r in self._leaving)
 
-    # Choosing
+    # Choosing a step's requests
 
     def _ready(self, request: Request) -> bool:
-        """Return whether the request may take another step before its pending token, if any, is known."""
+        """Return whether the request may run in another step before its pending token, if any, is known."""
         if request.pending == 0:
             return True
         if request.needs_previous_token or request.verifying:
@@ -212,14 +212,14 @@ class Scheduler:
         return not at_end
 
     def _take(self, request: Request, count: int) -> StepItem:
-        """Put the request's next `count` tokens into the step."""
+        """Make the step's item for the request's next `count` tokens."""
         start = request.num_computed
         end = start + count
         samples = end == request.num_tokens
         phase = Phase.DECODE if samples and count == 1 else Phase.PREFILL
         if not request.run_id:
             self._announce(request)
-        # While a prompt is computed or restored, and where blocks lie in host memory, entries change anywhere.
+        # Any entry of the table may change while a prompt is computed or restored, or if blocks are in host memory.
         changed = phase is Phase.PREFILL or request.restoring or request.long
         first = 0 if changed else request.blocks_sent
         tables = [self.kv.table(request.request_id, group) for group in range(self.config.num_groups)]
@@ -243,21 +243,21 @@ class Scheduler:
         return item
 
     def _announce(self, request: Request) -> None:
-        """Tell the runner of a request that it does not know, or knows no more."""
+        """Queue the request for the runner, which does not have it or dropped it at its preemption."""
         request.run_id, request.blocks_sent = next(self._run_ids), 0
         self._by_run_id[request.run_id] = request
         self._new.append(NewRequest(request.run_id, request.token_ids[:], request.num_prompt, request.params,
                                     request.seed, tuple(request.stop_ids), request.grammar is not None))
 
     def _make_room(self, request: Request, num_tokens: int, items: list[StepItem]) -> bool:
-        """Take blocks for the request's first `num_tokens`, preempting later ones where they are short."""
+        """Allocate blocks for the request's first `num_tokens`, preempting later requests if there are too few."""
         urgent = bool(request.num_output)
         while not self.kv.extend(request.request_id, num_tokens, urgent):
             needed = self.kv.blocks_needed(request.request_id, num_tokens)
             if self.kv.grow(needed - self.kv.num_free):
                 continue
             coming = self.kv.num_in_flight or needed <= self.kv.num_free
-            if self._leaving or coming:  # blocks are about to come free: wait for them rather than preempt more
+            if self._leaving or coming:  # blocks are about to be freed: wait for them rather than preempt more
                 return False
             if len(self.running) == 1:
                 if self.kv.drop_duplicates(request.request_id):
@@ -289,7 +289,7 @@ class Scheduler:
             if self._waits_for_leader(request) or not self._lookup(request):
                 continue
             asked = request, outstanding, self.kv.occupancy
-            if self.running and asked == self._refused:  # nothing has changed since
+            if self.running and asked == self._refused:  # nothing has changed since it was refused
                 break
             covered = self._begin(request)
             count = min(request.num_tokens - covered, budget)
@@ -298,7 +298,7 @@ class Scheduler:
             end = self._load(request) if fits else None
             if end is None or not self.kv.extend(request.request_id, min(covered + count, end), urgent=False):
                 self._release(request)
-                lasting = whole and not fits and self.kv.loans.lender is None  # a lender may have more in the next step
+                lasting = whole and not fits and self.kv.loans.lender is None  # a lender may lend more in the next step
                 self._refused = asked if lasting else None
                 break
             count = min(count, end - covered)
@@ -312,10 +312,10 @@ class Scheduler:
         self._forming = False
 
     def _fits(self, request: Request, outstanding: int) -> bool:
-        """Return whether there are blocks for a request just begun, besides the outstanding ones of those that run."""
+        """Return whether a request just begun fits next to the blocks that running requests have yet to allocate."""
         needed = min(self.kv.blocks_needed(request.request_id, request.num_tokens),
                      self.kv.peak_blocks(request.num_tokens, self._chunk))
-        if not self.running:  # a sequence longer than the device goes alone, and what does not fit is moved out
+        if not self.running:  # a sequence longer than the pool runs alone, with its oldest blocks offloaded
             needed = min(needed, self.kv.num_total)
         needed += outstanding + (self._watermark_blocks if self.running else 0)
         if needed > self.kv.num_free:
@@ -323,7 +323,7 @@ class Scheduler:
         return needed <= self.kv.num_free
 
     def _may_admit(self) -> bool:
-        """Return whether requests may be admitted: static batching forms a batch only when the last has ended."""
+        """Return whether requests may be admitted: static batching forms a batch only when the last has finished."""
         if any(r.long for r in self.running):
             return False
         if not self.config.static_batching:
@@ -335,13 +335,13 @@ class Scheduler:
         return self.kv.match(_reusable(request), request.cache_salt)
 
     def _waits_for_leader(self, request: Request) -> bool:
-        """Return whether its parent, or a stranger with the same beginning, has still to compute the prompt's blocks
-        that they share."""
+        """Return whether the request has to wait because its parent, or an unrelated request with the same prefix, has
+        yet to compute prompt blocks that they share."""
         parent = request.parent
         if (parent is not None and len(parent.token_ids) == parent.num_prompt
                 and parent.status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED)):
             return True
-        return (self.config.policy in PREFIXES_FIRST and not self.config.static_batching  # where a batch forms now
+        return (self.config.policy in PREFIXES_FIRST and not self.config.static_batching  # a batch is formed at once
                 and not _needs_prompt_logits(request) and waits_for_prefix(request, self.running, self.kv))
 
     def _begin(self, request: Request) -> int:
@@ -353,13 +353,13 @@ class Scheduler:
         return self.kv.admit(request.request_id, request.token_ids, request.cache_salt)
 
     def _load(self, request: Request) -> int | None:
-        """Start loading stored blocks; returns up to which token to compute meanwhile, None if there is no room."""
+        """Start loading stored blocks; return the token up to which to compute while they load, None without room."""
         if request.computes_all or _needs_prompt_logits(request):
             return request.num_tokens
         return self.connector.begin(request.request_id, request.token_ids, request.cache_salt)
 
     def _enter(self, request: Request, covered: int, end: int) -> None:
-        """Start running the request, which is computed from `covered` up to `end` while what follows is loaded."""
+        """Start running the request: `covered` to `end` are computed while the tokens from `end` on are loaded."""
         self.connector.forget(request.request_id)
         request.status = Status.RUNNING
         request.num_computed = covered
@@ -375,12 +375,12 @@ class Scheduler:
     # Blocks in other tiers
 
     def _lookup(self, request: Request) -> bool:
-        """Return whether it is known which of the request's blocks are stored; until then others go first."""
+        """Return whether the lookup of the request's blocks in the tiers is complete; until then others go first."""
         return _needs_prompt_logits(request) or self.connector.lookup(
             request.request_id, request.token_ids, request.cache_salt, request.params.kv_coming)
 
     def _progress(self, request: Request) -> None:
-        """Count what has been loaded so far as computed; gives a restore up that cannot end."""
+        """Count the tokens loaded so far as computed; preempt the request if its restore cannot complete."""
         progress = self.connector.progress(request.request_id, request.num_computed)
         if progress is None:
             request.computes_all = True
@@ -392,24 +392,24 @@ class Scheduler:
             request.restore_ended = time.monotonic()
         if progress.sources and request.num_preemptions == 0 and request.sources is not None:
             request.sources = request.sources.restored(progress.sources)
-        if progress.sources and not request.in_flight:  # now, while the rest is on its way, rather than after the step
+        if progress.sources and not request.in_flight:  # now, while others load, rather than after a step
             self.kv.commit(request.request_id, request.token_ids, request.num_computed)
 
     def _offload(self, request: Request) -> None:
-        """Move the oldest blocks of the only request there is, which has outgrown the device, to host memory."""
+        """Move the oldest blocks of the only running request, which has outgrown the device, to host memory."""
         if request.in_flight:
             return
         request.long = True
-        self.kv.commit(request.request_id, request.token_ids, request.num_computed)  # what was restored is ready too
+        self.kv.commit(request.request_id, request.token_ids, request.num_computed)  # includes restored blocks
         if not self.connector.offload(request.request_id, self._offload_unit):
             self.stop(request, "length")
             self._ended.append(request)
 
-    # Taking in results, and leaving
+    # Applying results and removing requests
 
     def _append(self, request: Request, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs],
                 now: float) -> None:
-        """Take in tokens until one ends the request."""
+        """Append tokens until one finishes the request."""
         for token, logprob in itertools.zip_longest(tokens, logprobs):
             if logprob is not None:
                 request.logprobs.append(logprob)
@@ -462,12 +462,12 @@ class Scheduler:
 
 
 def _needs_prompt_logits(request: Request) -> bool:
-    """Log probabilities of the prompt come from computing it, so no cached prefix may stand in for what is scored."""
+    """Return whether prompt log probabilities are missing; a cached prefix may not cover positions that need them."""
     return request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < request.num_prompt - 1
 
 
 def _reusable(request: Request) -> Sequence[int]:
-    """Return the tokens among which a cached prefix may be looked for; the last of them is always computed."""
+    """Return the tokens that may be looked up in the prefix cache; the last of them is always computed."""
     if not _needs_prompt_logits(request):
         return request.token_ids
     return request.token_ids[:request.first_scored] if request.first_scored > 1 else []

@@ -1,4 +1,4 @@
-"""What the scheduler and those who draft for it may put into a step."""
+"""The limits of a step, for the scheduler and for drafting."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class SchedulerConfig:
     static_batching: bool = False
     policy: str = "fcfs"
     watermark: float = 0.01
-    max_samples: int | None = None  # rows of a step that are sampled from, those of drafts included; None: any
-    drafts_in_kv: bool = False  # the drafter writes into the request's blocks: they are taken before it is asked
+    max_samples: int | None = None  # maximum sampled rows per step, draft rows included; None: no limit
+    drafts_in_kv: bool = False  # the drafter writes to the requests' blocks, which are allocated before it drafts

@@ -1,7 +1,7 @@
-"""Finds out whether a waiting request's prompt begins as one that is being computed, so that it waits for that.
+"""Decides whether a waiting request waits for a running one that is computing the same prefix.
 
-Requests that come together (shots before many questions, an agent's branches) would each compute what they share, as
-none of them has left it in the prefix cache yet. One computes it; the others find it there a step or two later.
+Requests that arrive together (few-shot prompts of many questions, an agent's branches) would each compute their shared
+prefix, as it is not in the prefix cache yet. So one computes it, and the others find it there a step or two later.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from spillover.engine.requests.request import Request
 from spillover.engine.requests.token_ids import TokenIds
 from spillover.memory.kv.kv_cache import KVCache
 
-LEAST = 128  # tokens to be found, for which it is worth to wait; and half of what the request has to compute
+LEAST = 128  # minimum shared tokens worth waiting for; they must also be half of what the request has to compute
 
 
 def waits_for_prefix(request: Request, running: Iterable[Request], kv: KVCache) -> bool:
-    """Return whether most of what a request has to compute will be in the cache when a running one has computed it."""
+    """Return whether at least half of what a request has to compute is a prefix that a running request will cache."""
     if not kv.prefix_caching or request.computes_all or request.params.kv_coming:
         return False
     size = kv.block_size
@@ -38,7 +38,7 @@ def waits_for_prefix(request: Request, running: Iterable[Request], kv: KVCache) 
 
 
 def common_tokens(one: TokenIds, other: TokenIds) -> int:
-    """Return how many tokens two prompts have in common from the first on."""
+    """Return the length of the common prefix of two prompts."""
     length = min(len(one), len(other))
     if not length or one[0] != other[0]:
         return 0

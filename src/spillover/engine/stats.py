@@ -1,4 +1,4 @@
-"""What the engine has done since it was built, as numbers to print or to take differences of."""
+"""Counters of an engine since its start, to print or to take differences of."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class EngineStats:
     num_waiting: int
     steps: int
     preemptions: int
-    # Summed over steps, so that the ratio of differences is the mean over time.
+    # Summed over steps, so that the ratio of their differences is a mean over steps.
     slots_held: int  # token slots in blocks that running requests hold
-    slots_wasted: int  # slots of held blocks without a token
-    tiers: tuple[TierReport, ...] = ()  # below the device, nearest first
-    speculation: SpeculationStats | None = None  # None: off
+    slots_wasted: int  # token slots without a token in these blocks
+    tiers: tuple[TierReport, ...] = ()  # the tiers below the device, nearest first
+    speculation: SpeculationStats | None = None  # None if speculation is off
     ranks: RanksReport = ONE
 
     @classmethod

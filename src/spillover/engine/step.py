@@ -1,11 +1,11 @@
-"""What passes between scheduler and runner: one step's work, and what came of it.
+"""The messages between scheduler and runner: the work of one step, and its result.
 
-A `Step` is frozen and self-contained: it can be written down, sent to another process, and run there without a
-scheduler (`encode_step`, `decode_step`). A request's prompt and parameters travel once, in the first step that runs it;
-afterwards a step names it by its id and says what is new. The runner keeps what it was told in a table of its own.
+A `Step` is frozen and self-contained: it can be written to a file, sent to another process, and run there without a
+scheduler (`encode_step`, `decode_step`). A request's prompt and parameters are sent once, in the first step that runs
+it; later steps refer to it by id and contain only what is new. The runner keeps the requests in its own table.
 
-One thing may stay with the runner: what its head drafted last (`ON_DEVICE`). Who records steps has the head wait, so
-that they name the tokens.
+One exception: the tokens that the runner's head drafted last may stay on the device (`ON_DEVICE`). When steps are
+recorded, the head's drafts are waited for, so that steps contain the tokens.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from spillover.engine.output.outputs import PositionLogprobs
 from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.requests.token_ids import TokenIds, from_bytes, to_bytes
 
-ON_DEVICE = -1  # a draft token that a head has drafted and only the device knows
+ON_DEVICE = -1  # placeholder for a draft token of the head whose value is known only to the device
 
 
 class Phase(enum.IntEnum):
-    PREFILL = 0  # rows of the prompt, or of tokens whose KV was lost; the last of them may be sampled from
-    DECODE = 1  # one row: the newest token, sampled from
-    VERIFY = 2  # the newest token and draft tokens behind it, each sampled from
+    PREFILL = 0  # rows of the prompt, or of tokens whose KV was lost; the last row may be sampled from
+    DECODE = 1  # one row, the newest token, which is sampled from
+    VERIFY = 2  # the newest token and the draft tokens after it, all of which are sampled from
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that runs for the first time, or for the first time since it was preempted."""
 
-    id: int  # number of this admission; never used again
-    token_ids: TokenIds  # the prompt, and the output that is known already
+    id: int  # number of this admission; never reused
+    token_ids: TokenIds  # the prompt, and the output so far
     num_prompt: int
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
-    masked: bool = False  # structured output: its steps carry masks
+    masked: bool = False  # structured output: whether its step items have masks
 
 
 class StepItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -49,13 +49,13 @@ class StepItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     phase: Phase
     start: int
     count: int
-    num_samples: int  # the last rows, each of which a token is sampled from
-    first_block: int  # the block table's entries from this one on are new ...
-    new_blocks: tuple[tuple[int, ...], ...]  # ... one tuple per layer group; entry i holds positions [i*bs, (i+1)*bs)
-    draft: tuple[int, ...] = ()  # VERIFY: the tokens of the rows behind the first, or ON_DEVICE for all of them
-    mask: bytes = b""  # structured output: a bit per token, set where it is allowed; 32-bit words, a row per sample
-    score_prompt: bool = False  # log probabilities of the prompt's tokens are wanted for these rows
-    host_blocks: tuple[int, ...] = ()  # addresses of the first blocks in host memory, whose table entries are 0
+    num_samples: int  # number of rows, at the end, that a token is sampled from
+    first_block: int  # index of the first new entry of the block tables; entry i holds positions [i*bs, (i+1)*bs)
+    new_blocks: tuple[tuple[int, ...], ...]  # new entries of the block tables, one tuple per layer group
+    draft: tuple[int, ...] = ()  # VERIFY: the tokens of the rows after the first, or ON_DEVICE for all of them
+    mask: bytes = b""  # structured output: one bit per token, set if allowed; 32-bit words, one row per sample
+    score_prompt: bool = False  # whether log probabilities of the prompt's tokens are wanted for these rows
+    host_blocks: tuple[int, ...] = ()  # addresses of the leading blocks in host memory, whose table entries are 0
 
     @property
     def end(self) -> int:
@@ -67,20 +67,20 @@ class StepItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DraftItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a head is asked for: up to `count` tokens behind the newest one of a request, at position `start`."""
+    """A request for a draft by the head: up to `count` tokens after a request's newest token, at position `start`."""
 
     id: int
     start: int
     count: int
-    first_block: int  # the first layer group's table from this entry on ...
-    blocks: tuple[int, ...]  # ... with room for the draft
+    first_block: int  # index in the first layer group's block table of the first entry of `blocks`
+    blocks: tuple[int, ...]  # entries of that table, with slots for the draft tokens
 
 
 class HeadDrafts(NamedTuple):
-    """What a head has drafted for each `DraftItem`."""
+    """The head's drafts, one for each `DraftItem`."""
 
-    tokens: list[tuple[int, ...]]  # ON_DEVICE where nobody has waited for them; () for items of nothing computed yet
-    seconds: Callable[[], float] | None = None  # that the device took, once a later step has ended; None: it has ended
+    tokens: list[tuple[int, ...]]  # ON_DEVICE if not waited for; () if the last step did not compute position start - 1
+    seconds: Callable[[], float] | None = None  # device time of drafting, once a later step has completed; None: done
 
 
 def scored_positions(item: StepItem, request: NewRequest) -> slice:
@@ -91,7 +91,7 @@ def scored_positions(item: StepItem, request: NewRequest) -> slice:
 class Step(msgspec.Struct, frozen=True, array_like=True):
     items: tuple[StepItem, ...]
     new: tuple[NewRequest, ...] = ()
-    ended: tuple[int, ...] = ()  # requests that will not run again under this id; told before `new` takes their place
+    ended: tuple[int, ...] = ()  # ids that will not run again; removed before `new` is added, which may need the slots
 
     @property
     def num_tokens(self) -> int:
@@ -107,11 +107,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of a step, parallel to its items."""
+    """The result of a step; each list is parallel to the step's items."""
 
-    token_ids: list[tuple[int, ...]]  # sampled, after a verify those accepted and one more; () where none are
-    logprobs: list[tuple[PositionLogprobs, ...]]  # log probabilities of the tokens; () where none were asked for
-    prompt_logprobs: list[list[PositionLogprobs] | None]  # for the item's `scored_positions`
+    token_ids: list[tuple[int, ...]]  # sampled tokens; for VERIFY the accepted draft tokens and one more; () for none
+    logprobs: list[tuple[PositionLogprobs, ...]]  # log probabilities of these tokens; () if not requested
+    prompt_logprobs: list[list[PositionLogprobs] | None]  # of the item's `scored_positions`; None if not requested
 
 
 def encode_step(step: Step) -> bytes:

@@ -1,4 +1,4 @@
-"""What a step of a server without a model pretends to take. Imports nothing heavy."""
+"""The simulated step time of a server without a model. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from spillover.errors import SpilloverError
 
 
 class StepCost(NamedTuple):
-    """The simulated time of a step: a fixed part, and one for each of its tokens."""
+    """The simulated time of a step: a fixed part, and a part per token."""
 
     seconds: float = 0.0
     token_seconds: float = 0.0
 
     @classmethod
     def of(cls, text: str | None) -> StepCost:
-        """Return what `--simulate-step` asks for; SpilloverError if it is not two numbers of milliseconds."""
+        """Parse the value of `--simulate-step`; SpilloverError if it is not two numbers of milliseconds."""
         if text is None:
             return cls()
         try:

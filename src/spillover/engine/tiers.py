@@ -1,4 +1,4 @@
-"""Puts the lower KV tiers together: the link to the device, host memory, a shared pool, disks and a remote store."""
+"""Builds the lower KV tiers: the link to the device, host memory, a shared pool, disks and a remote store."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from spillover.plan.measure import measure_link
 from spillover.plan.planner import Plan
 from spillover.plan.tiers import staging_blocks, with_tier_rates
 
-SWITCH_SECONDS = 0.0002  # for which a thread may keep the interpreter while another wants it
-DISK_READ = REMOTE_READ = 1e9  # bytes a second, until a load has been seen
+SWITCH_SECONDS = 0.0002  # Python's thread switch interval, in seconds
+DISK_READ = REMOTE_READ = 1e9  # assumed rates in bytes per second, until they are measured
 
 
 class LoggedDisk(DiskTier):
-    """A disk that may have a log of tokens beside its blocks, which is written under the tier's lock."""
+    """A disk tier that may keep a log of tokens in its folder, written under the lock of the tier."""
 
     tokens: TokenLog | None = None
 
     def close(self, deadline: float) -> None:
-        """Close the log first: nothing is written to a folder that is not locked."""
+        """Close the log, then the tier: nothing may be written to the folder once it is unlocked."""
         if self.tokens is not None:
             self.tokens.close(deadline - time.monotonic())
         super().close(deadline)
 
 
 def token_log(config: EngineConfig, identity: bytes) -> TokenLog | None:
-    """Return where what was said is kept for drafts after a restart: beside the first disk's blocks; None: nowhere."""
+    """Return the log that keeps tokens for drafting after a restart, in the first disk's folder; None if not used."""
     if not config.disk or config.speculation is None or config.speculation.method != "suffix":
         return None
     budget = parse_disk(config.disk[0])
@@ -66,9 +66,9 @@ def token_log(config: EngineConfig, identity: bytes) -> TokenLog | None:
 
 def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, identity: bytes,
                transfers: Transfers, tokens: TokenLog | None = None, others: Sequence[Tensor] = ()) -> SpillStore:
-    """What lies below the device, as the plan has it. Disks and links are timed, which takes a moment. `tokens`: a log
-    to be kept beside the first disk's blocks. `others`: pools of the other ranks, where `pool` is that of rank 0."""
-    # Copies begin and end in Python on threads of their own; the engine's must not wait 5 ms whenever one of them runs.
+    """Make the store of the plan's lower tiers. Disks and links are timed, which takes a moment. `tokens`: a log to
+    keep in the first disk's folder. `others`: the pools of the other ranks, where `pool` is that of rank 0."""
+    # Copies start and complete in Python on other threads; the engine thread must not wait 5 ms when one of them runs.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
     link = _make_link(config, plan, model, pool, transfers, others)
     wake = threading.Event()
@@ -76,7 +76,7 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     reads = {tier.name: tier.read for tier in reversed(timed) if tier.read is not None}
     writes = {tier.name: tier.write for tier in reversed(timed) if tier.write is not None}
     links = {name: (writes.get(name), reads.get(name)) for name in reads}
-    if "pool" in reads and "host" not in reads:  # what is fast to fetch is not to be computed for want of this
+    if "pool" in reads and "host" not in reads:  # else KV in the pool would be recomputed for lack of a rate
         reads["host"] = measure_link(plan.device, link.slot_bytes).to_device
     tiers = _make_tiers(config, plan, link.slot_bytes, identity, wake.set, tokens, transfers)
     return SpillStore(
@@ -132,7 +132,7 @@ def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
         if disks:
             tiers.append(disks[0] if len(disks) == 1 else Disks(disks))
         if config.remote is not None:
-            from spillover.memory.tiers.remote import RemoteTier  # its client library only where it is used
+            from spillover.memory.tiers.remote import RemoteTier  # its client library is imported only if used
 
             tiers.append(RemoteTier(config.remote, payload, identity, wake, seal=seal))
     except SpilloverError:

@@ -1,5 +1,5 @@
-"""Keywords of vLLM's `LLM` that this engine does not have: what means "off" is taken, the rest is answered with what to
-use instead."""
+"""Keywords of vLLM's `LLM` that this engine does not have: values that change nothing are accepted, others are rejected
+with a message that says what to use instead."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _STAGES = "layers are not divided among devices; use tensor_parallel_size, which
 _REPLICAS = "an engine is one replica; `spill serve --replicas N` starts N of them and routes to them"
 _BY_RANKS = "ranks are processes of this machine, and find each other; leave it out"
 _ADAPTERS = "LoRA adapters are not supported yet; leave it out, or give a model with the adapter merged"
-_TEXT = "models of text alone are supported; leave it out"
-_COMPILED = "kernels are compiled and captured by themselves; leave it out, or turn graphs off with enforce_eager=True"
+_TEXT = "only text models are supported; leave it out"
+_COMPILED = "kernels are compiled and captured automatically; leave it out, or turn graphs off with enforce_eager=True"
 _NO_CODE = "no code of a checkpoint is ever run; leave it out"
 _FOLDER = "give the folder of that revision as the model"
 _GRAMMARS = "structured outputs have one backend; leave it out"
 _BY_ITSELF = "there is no such switch; leave it out"
 
-# In what is said: gpu_memory='20GB', enforce_eager=True, tensor_parallel_size.
+# Matches keywords in these messages: gpu_memory='20GB', enforce_eager=True, tensor_parallel_size.
 _KEYWORD = re.compile(r"\b([a-z]+(?:_[a-z]+)+|disk(?==)|remote(?==))(?:='([^']*)'|=True)?")
 
-# Keyword -> the values that change nothing here, and what to say of others. None is always taken.
+# Keyword -> the values that change nothing here, and the message for others. None is always accepted.
 _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "pipeline_parallel_size": ((1,), _STAGES),
     "data_parallel_size": ((1,), _REPLICAS),
@@ -33,8 +33,8 @@ _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
                                    "gpu_memory='90%'"),
     "kv_cache_memory_bytes": ((), "one budget holds weights and KV: use gpu_memory='20GB', or num_gpu_blocks_override"),
     "swap_space": ((0,), "KV that leaves the device goes to host memory: use host_memory='8GB'"),
-    "kv_transfer_config": ((), "KV tiers are flags of their own: use host_memory='8GB', host_pool='auto', which "
-                               "engines share, disk='/path:100GB' or remote='redis://host:6379'"),
+    "kv_transfer_config": ((), "KV tiers have separate flags: use host_memory='8GB', host_pool='auto' (shared by "
+                               "engines), disk='/path:100GB' or remote='redis://host:6379'"),
     "scheduling_policy": (("fcfs",), "use schedule_policy='priority'"),
     "trust_remote_code": ((False,), _NO_CODE),
     "revision": (("main",), _FOLDER),
@@ -63,7 +63,7 @@ _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def may_be_left_out(name: str, value: Any) -> bool:
-    """Return whether vLLM's keyword asks for what is so anyway; SpilloverError if it asks for something else."""
+    """Return whether vLLM's keyword has a value that changes nothing here; SpilloverError for another value."""
     if name not in _KNOWN:
         return False
     harmless, instead = _KNOWN[name]
@@ -73,7 +73,7 @@ def may_be_left_out(name: str, value: Any) -> bool:
 
 
 def instead_of(flag: str) -> str | None:
-    """Return what to use instead of a flag of vLLM's server, such as --swap-space; None of one that is not known."""
+    """Return what to use instead of a flag of vLLM's server, such as --swap-space; None if the flag is unknown."""
     name = flag.removeprefix("--").replace("-", "_")
     if name not in _KNOWN:
         return None

@@ -1,2 +1,2 @@
-"""What a model knows and how far a quantised one is from the original: tasks from local files, asked of any engine by
-URL or of one in this process, item by item into a results file; confidence intervals and paired comparisons."""
+"""Evaluation of models, and of quantised models against the original: tasks from local files, run on an engine behind a
+URL or in this process, with a results file of all items, confidence intervals and paired comparisons."""

@@ -1,10 +1,10 @@
-"""Two results on the same items: is the second better, worse, or is no difference shown?
+"""Comparison of two results on the same items: whether the second is better, worse, or no difference is shown.
 
-Items are paired, so that how hard they are cancels out. Of items that are right or wrong, McNemar's exact test looks at
-those that only one of the two has right: if neither is better, either is as likely to have it. Anything else is
-compared by a bootstrap over pairs and by Student's test, whichever is less sure: the first is too sure of few pairs.
+Items are paired, so that their difficulty cancels out. For items that are right or wrong, McNemar's exact test uses
+those that only one of the two has right: if neither is better, each is equally likely to. Other values are compared by
+a bootstrap over pairs and by Student's test, whichever has the larger p: the first underestimates it for few pairs.
 With m comparisons a verdict needs p below 0.05 / m, so that all verdicts hold together with 95%; the interval of each
-difference is made for that level as well.
+difference is for that level as well.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from spillover.eval.metrics import (
 
 BETTER, WORSE, NO_DIFFERENCE = "better", "worse", "no difference shown"
 
-Items = Mapping[str, Mapping[str, float]]  # values by id
+Items = Mapping[str, Mapping[str, float]]  # values of metrics by item id
 
 
 @dataclass(frozen=True)
 class Difference:
-    """`base` against `other` on the items that both have; low and high are of other - base."""
+    """The difference of `other` from `base` on the items that both have; low and high bound other - base."""
 
     task: str
     metric: str
@@ -46,7 +46,7 @@ class Difference:
     high: float
     p: float
     items: int
-    only_base: int | None  # items that the base alone has right; None: items are not right or wrong
+    only_base: int | None  # number of items that only the base has right; None if items are not right or wrong
     only_other: int | None
     test: str  # "McNemar exact" or "paired bootstrap"
     verdict: str
@@ -61,9 +61,9 @@ def compare(tasks: Sequence[tuple[str, Sequence[Metric], Items, Items]], confide
 
 
 def mcnemar(only_base: int, only_other: int) -> float:
-    """Return the exact two-sided p value: min(1, 2 P(X <= the smaller)), X binomial over both with chance 1/2."""
+    """Return the exact two-sided p value: min(1, 2 P(X <= the smaller)), X binomial over both with probability 1/2."""
     count, fewer = only_base + only_other, min(only_base, only_other)
-    # In whole numbers: 2 ** count is no float for large counts.
+    # In integers: 2 ** count overflows a float for large counts.
     tail = sum(math.comb(count, k) for k in range(fewer + 1))
     return min(1.0, float(Fraction(2 * tail, 2**count)))
 
@@ -79,7 +79,7 @@ def _compare(task: str, metric: Metric, base: Items, other: Items, alpha: float)
     samples = metric.shaped(resampled(*first, *second))  # [2, RESAMPLES]
     moved = samples[1] - samples[0]
     each = [metric.slope(float(over.sum() / per.sum())) * influence(over, per) for over, per in (first, second)]
-    apart = each[1] - each[0]  # what each pair adds to the difference, about its mean
+    apart = each[1] - each[0]  # contribution of each pair to the difference, relative to the mean
     reach = student_reach(apart, 1 - alpha)
     low, high = (float(end) for end in np.quantile(moved, [alpha / 2, 1 - alpha / 2]))
     low, high = min(low, now - was - reach), max(high, now - was + reach)
@@ -94,13 +94,13 @@ def _compare(task: str, metric: Metric, base: Items, other: Items, alpha: float)
 
 
 def _bootstrap_p(moved: Floats) -> float:
-    """Return the two-sided share of samples that do not point the way the most do; never 0."""
+    """Return twice the share of samples whose sign differs from that of the majority; never 0."""
     least = min(int(np.sum(moved <= 0)), int(np.sum(moved >= 0)))
     return min(1.0, 2 * (least + 1) / (RESAMPLES + 1))
 
 
 def _student_p(difference: float, apart: Floats) -> float:
-    """Return the two-sided p value of a difference, given what each pair adds to it."""
+    """Return the two-sided p value of a difference, given the contribution of each pair."""
     if len(apart) < 2 or difference == 0:
         return 1.0
     error = float(apart.std(ddof=1)) / math.sqrt(len(apart))

@@ -1,14 +1,14 @@
-"""How far a model's distributions are from a reference's on the same tokens: KL divergence and top-1 agreement.
+"""Distance of a model's distributions from a reference's on the same tokens: KL divergence and top-1 agreement.
 
 At every scored token, with p the reference's distribution over the next token and q the model's, both given the same
 tokens before it, KL(p || q) = sum over the vocabulary of p (log p - log q), in nats; top-1 agreement is whether both
-have the same likeliest token. The reference runs first, alone; what it says is kept in a folder until the model runs.
+have the same likeliest token. The reference runs first, alone; its results are kept in a folder until the model runs.
 
 - `FullReference`, both in this process: the whole log softmax is stored in float16 and normalised again when it is
-  read, which keeps a model's divergence from itself below 1e-6. A file holds a window: 2 bytes a token and vocabulary
-  entry.
-- `TopReference`, where one of them is behind a URL: the likeliest TOP tokens of either. Tokens that both name are taken
-  as they are and all others as one: never more than the true divergence, hence a bound from below.
+  read, which keeps a model's divergence from itself below 1e-6. There is one file per window, with 2 bytes per token
+  and vocabulary entry.
+- `TopReference`, if one of them is behind a URL: the TOP likeliest tokens of either. Tokens that both list are used as
+  they are and all others are merged into one: never more than the true divergence, hence a lower bound.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spillover.eval.target import Prompt, Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOP = 20  # the most that servers give
+TOP = 20  # the maximum that servers return
 _SHARED = (Metric("top1_agreement", "same_top", "tokens"),
            Metric("reference_perplexity", "reference_logprob", "tokens", "lower", "perplexity", compared=False))
 
@@ -49,20 +49,20 @@ class Reference(Protocol):
     def metrics(self) -> tuple[Metric, ...]: ...
 
     def prepare(self, target: Target, windows: Mapping[str, Prompt], concurrency: int) -> None:
-        """Have the reference model say what it thinks of windows that are not in the folder yet."""
+        """Run the reference model on windows that are not in the folder yet."""
 
     def has(self, settings: Mapping[str, Any], limit: int | None) -> bool:
         """Return whether the folder has all windows of these settings, or the first `limit`."""
 
     def note(self, settings: Mapping[str, Any], windows: int, whole: bool) -> None:
-        """Note how many windows the folder has; `whole`: there are no more."""
+        """Record how many windows the folder has; `whole`: whether they are all."""
 
     def compare(self, target: Target, window: str, prompt: Prompt) -> tuple[list[float], dict[str, float]]:
-        """Return the target's log probabilities of a window's tokens, and what the metrics add up."""
+        """Return the target's log probabilities of a window's tokens, and the values that the metrics sum up."""
 
 
 class _Stored(ABC):
-    """Windows of a reference in a folder: a .json each, which is there once the window is complete."""
+    """Windows of a reference in a folder: one .json per window, written once the window is complete."""
 
     metrics: tuple[Metric, ...]
     kind: str
@@ -98,7 +98,7 @@ class _Stored(ABC):
 
     @abstractmethod
     def _ask(self, target: Target, window: str, prompt: Prompt) -> dict[str, Any]:
-        """Return what the window's .json has of the reference's answer."""
+        """Return the reference's answer for the window's .json."""
 
     def _store(self, window: str, prompt: Prompt, answer: Mapping[str, Any]) -> None:
         self._write(f"{window}.json",
@@ -134,7 +134,7 @@ class FullReference(_Stored):
     def _ask(self, target: Target, window: str, prompt: Prompt) -> dict[str, Any]:
         import torch
 
-        found: dict[int, tuple[Any, list[int]]] = {}  # by position: a preempted request is seen twice
+        found: dict[int, tuple[Any, list[int]]] = {}  # by position, as a preempted request visits one twice
 
         def visit(position: int, logits: Tensor) -> None:
             rows = torch.log_softmax(logits.float(), -1)
@@ -154,7 +154,7 @@ class FullReference(_Stored):
 
         kept = self._answer(window, prompt)
         reference = np.load(self.folder / f"{window}.npy", mmap_mode="c")  # [P, V]
-        found: dict[int, tuple[float, int]] = {}  # by position: a preempted request is seen twice
+        found: dict[int, tuple[float, int]] = {}  # by position, as a preempted request visits one twice
         other: list[int] = []
 
         def visit(position: int, logits: Tensor) -> None:
@@ -205,11 +205,11 @@ class TopReference(_Stored):
 
 
 def least_divergence(reference: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Return KL(p || q) after all tokens that not both name are taken as one, of log probabilities by token."""
+    """Return KL(p || q), given log probabilities by token; tokens that not both list are merged into one."""
     shared = reference.keys() & other.keys()
     total = sum(math.exp(reference[token]) * (reference[token] - other[token]) for token in shared)
     rest, other_rest = (1 - math.fsum(math.exp(row[token]) for token in shared) for row in (reference, other))
-    if rest > 1e-9 and other_rest > 1e-9:  # else rounding
+    if rest > 1e-9 and other_rest > 1e-9:  # otherwise only rounding
         total += rest * math.log(rest / other_rest)
     return max(0.0, total)
 

@@ -1,4 +1,4 @@
-"""A model in this process, asked through `LLM`."""
+"""A target for a model in this process, queried through `LLM`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Visit = Callable[[int, "Tensor"], None]  # gets a position and the logits [P, V]
 
 
 class EngineTarget:
-    """Owns the model: `close` closes it."""
+    """A target that owns its model: `close` closes it."""
 
     def __init__(self, llm: LLM, name: str) -> None:
         if llm.tokenizer is None:
@@ -33,7 +33,7 @@ class EngineTarget:
         self.prefix = first if first is not None else self._tokenizer.eos_token_id
         self._lock = threading.Lock()
         self._observes = False
-        self._visits: dict[tuple[int, ...], list[Visit]] = {}  # by prompt; two requests may have the same one
+        self._visits: dict[tuple[int, ...], list[Visit]] = {}  # by prompt; two requests may have the same prompt
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return self._tokenizer.encode(text, special)
@@ -50,11 +50,11 @@ class EngineTarget:
         return self._rows([prompt], count)[0]
 
     def visit(self, prompt: Prompt, visit: Visit) -> list[float]:
-        """Score a prompt, showing `visit` the logits that predict each of its scored tokens."""
+        """Score a prompt, passing `visit` the logits that predict each of its scored tokens."""
         key = tuple(prompt.token_ids)
         with self._lock:
             self._visits.setdefault(key, []).append(visit)
-            if not self._observes:  # only while no step can wait for the lock
+            if not self._observes:  # installed only once, when no step can be waiting for the lock
                 self._llm.observe_prompt_logits(self._observe)
                 self._observes = True
         try:
@@ -75,7 +75,7 @@ class EngineTarget:
         self._llm.close()
 
     def _rows(self, prompts: Sequence[Prompt], count: int) -> list[list[dict[int, float]]]:
-        """Return, of every prompt and every scored token, the log probabilities by token id."""
+        """Return, for every prompt and every scored token, log probabilities by token id."""
         params = [SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=count, prompt_logprobs_start=prompt.start,
                                  detokenize=False) for prompt in prompts]
         outputs = self._llm.generate([prompt.token_ids for prompt in prompts], params, use_tqdm=False)

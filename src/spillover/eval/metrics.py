@@ -1,5 +1,5 @@
-"""What a task's items add up to: a metric is a ratio of sums over items, with an interval that says how far it might be
-from what endless items of the same kind would give."""
+"""Metrics of a task: each is a ratio of sums over items, with an interval for the value that infinitely many items of
+the same kind would give."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from spillover.bench.statistics import student_quantile
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-CHUNK = 2_000_000  # drawn indices held at once
+CHUNK = 2_000_000  # maximum number of drawn indices in memory
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`over` and `per` name values of an item; `per` None: every item counts once."""
+    """A metric of a task. `over` and `per` name values of an item; `per` None counts every item once."""
 
     name: str
     over: str
     per: str | None = None
     better: str = "higher"  # or "lower"
     kind: str = "mean"  # "perplexity": exp of the negative mean; "bits": the negative mean over log 2
-    compared: bool = True  # False: says of two models what another metric says already
+    compared: bool = True  # False if it duplicates another metric when two models are compared
 
     def shaped(self, mean: Any) -> Any:
         if self.kind == "perplexity":
@@ -38,13 +38,13 @@ class Metric:
         return -mean / math.log(2) if self.kind == "bits" else mean
 
     def slope(self, mean: float) -> float:
-        """Return by how much `shaped` changes with the mean."""
+        """Return the derivative of `shaped` with respect to the mean."""
         if self.kind == "perplexity":
             return -math.exp(-mean)
         return -1 / math.log(2) if self.kind == "bits" else 1.0
 
     def sums(self, items: Sequence[Mapping[str, float]]) -> tuple[Floats, Floats]:
-        """Return what is summed above and below the line, one entry an item."""
+        """Return the values summed in the numerator and in the denominator, one entry per item."""
         return (np.array([item[self.over] for item in items], dtype=np.float64),
                 np.array([1.0 if self.per is None else item[self.per] for item in items], dtype=np.float64))
 
@@ -64,8 +64,8 @@ def is_share(over: Floats, per: Floats) -> bool:
 
 
 def estimate(metric: Metric, items: Sequence[Mapping[str, float]], confidence: float = CONFIDENCE) -> Estimate:
-    """Return the metric and its interval: Wilson's for shares, else the wider of a percentile bootstrap over items and
-    Student's interval, as the first is too narrow for few items."""
+    """Return the metric and its interval: Wilson's for shares, otherwise the wider of a percentile bootstrap over items
+    and Student's interval, as the first is too narrow for few items."""
     over, per = metric.sums(items)
     mean = float(over.sum() / per.sum())
     value = float(metric.shaped(mean))
@@ -80,13 +80,13 @@ def estimate(metric: Metric, items: Sequence[Mapping[str, float]], confidence: f
 
 
 def influence(over: Floats, per: Floats) -> Floats:
-    """Return by how much each item moves sum(over) / sum(per), times their number; their mean is 0."""
+    """Return how much each item moves sum(over) / sum(per), times the number of items; their mean is 0."""
     moved: Floats = (over - over.sum() / per.sum() * per) / per.mean()
     return moved
 
 
 def student_reach(moved: Floats, confidence: float) -> float:
-    """Return half the width of Student's interval of a mean; of one item, infinity."""
+    """Return half the width of Student's interval of a mean; infinity for one item."""
     if len(moved) < 2:
         return math.inf
     error = float(moved.std(ddof=1)) / math.sqrt(len(moved))
@@ -99,12 +99,12 @@ def wilson(right: int, count: int, confidence: float = CONFIDENCE) -> tuple[floa
     share, spread = right / count, z * z / count
     middle = (share + spread / 2) / (1 + spread)
     reach = z / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
-    return middle - reach if right else 0.0, middle + reach if right < count else 1.0  # exact where rounding is not
+    return middle - reach if right else 0.0, middle + reach if right < count else 1.0  # exact despite rounding
 
 
 def resampled(over: Floats, per: Floats, *more: Floats, seed: int = 0) -> Floats:
     """Return sum(over) / sum(per) of RESAMPLES samples of the items, drawn with replacement, [RESAMPLES]; with a second
-    pair in `more`, [2, RESAMPLES]: both of the same samples."""
+    pair in `more`, [2, RESAMPLES], both from the same samples."""
     rng = np.random.default_rng(seed)
     count = len(over)
     arrays = np.stack([over, per, *more])  # [2 or 4, items]

@@ -1,4 +1,4 @@
-"""Many questions at once: threads that each wait for one answer, so that the engine has a batch."""
+"""Concurrent questions: threads that each wait for one answer, so that the engine has a batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Answered = TypeVar("Answered")
 
 def answers(ask: Callable[[Asked], Answered], questions: Sequence[Asked], concurrency: int, what: str,
             done: int = 0) -> Iterator[tuple[Asked, Answered]]:
-    """Yield every question with its answer, in the order in which they come. A bar says how far it is; `done` were
-    answered before. Ended early, it asks no more and does not wait."""
+    """Yield every question with its answer, in order of completion. A bar shows the progress; `done` were answered
+    before. If closed early, it cancels pending questions and does not wait."""
     pool = ThreadPoolExecutor(concurrency, "spillover-eval")
     try:
         with counted(done + len(questions), what) as show:

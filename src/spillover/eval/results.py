@@ -1,6 +1,6 @@
-"""A results file: JSON lines, one for each task's settings and one for each item, appended as soon as it is known.
+"""A results file: JSON lines, one for each task's settings and one for each item, appended on completion.
 
-A run that was killed is continued by running it again: what is in the file is not asked again.
+An interrupted run is continued by running it again: items that are in the file are skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Values = dict[str, float]
 
 
 class Results:
-    """Values of items by task and id, in memory and, where a path is given, in a file."""
+    """Values of items by task and id, in memory and, if a path is given, in a file."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.settings: dict[str, dict[str, Any]] = {}  # by task
@@ -36,7 +36,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """Read a results file to look at it."""
+        """Read a results file without writing to it."""
         results = cls()
         try:
             results._read(path)
@@ -47,8 +47,8 @@ class Results:
         return results
 
     def begin(self, task: str, settings: Mapping[str, Any]) -> None:
-        """Note what a task's results depend on; refuse to continue those of anything else."""
-        kept, given = self.settings.get(task), json.loads(json.dumps(settings))  # as the file has it
+        """Record the settings of a task's results; refuse to continue results of other settings."""
+        kept, given = self.settings.get(task), json.loads(json.dumps(settings))  # as stored in the file
         if kept is None:
             self.settings[task] = given
             self.items.setdefault(task, {})
@@ -73,11 +73,11 @@ class Results:
             self._file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
 
     def _read(self, path: Path) -> int:
-        """Take in what a file has; returns the bytes up to the end of its last complete line."""
+        """Read the contents of a file; return the number of bytes up to the end of its last complete line."""
         end = 0
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
-                break  # a kill cut it off
+                break  # a line cut off when the process was killed
             try:
                 known = json.loads(line)
                 if "settings" in known:

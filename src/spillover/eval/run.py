@@ -1,4 +1,4 @@
-"""Asks a target every item of a task and notes each answer as soon as it is there."""
+"""Runs all items of a task on a target and records each answer as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spillover.eval.tasks.base import Item, Task
 
 
 def run(task: Task, target: Target, items: Sequence[Item], results: Results, concurrency: int) -> None:
-    """Ask the items that the results do not have yet."""
+    """Run the items that are not in the results yet."""
     results.begin(task.name, {"model": target.name, **task.settings})
     left = [item for item in items if item.id not in results.items[task.name]]
     asked = answers(lambda item: task.ask(target, item), left, concurrency, task.name, len(items) - len(left))
@@ -21,6 +21,6 @@ def run(task: Task, target: Target, items: Sequence[Item], results: Results, con
 
 
 def summary(task: Task, items: Sequence[Item], results: Results) -> list[tuple[str, Estimate]]:
-    """Return every metric over the items."""
+    """Return an estimate of every metric over the items."""
     values = [results.items[task.name][item.id] for item in items]
     return [(metric.name, estimate(metric, values)) for metric in task.metrics]

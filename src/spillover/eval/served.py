@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server: spillover, vLLM, SGLang; llama.cpp for what is generated."""
+"""A target for a model behind an OpenAI-compatible server: spillover, vLLM, SGLang; llama.cpp for generated text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from spillover.errors import SpilloverError
 from spillover.eval.target import Prompt
 from spillover.models.tokenizer import Tokenizer
 
-TIMEOUT = 600.0  # seconds for one answer, with all that waits before it
-GREEDY: dict[str, Any] = {"temperature": 0, "top_p": 1.0, "repetition_penalty": 1.0}  # whatever a server's defaults are
-BY_ID = "token_id:"  # what names begin with where tokens are named by their ids
+TIMEOUT = 600.0  # timeout of one answer in seconds, including its time in the queue
+GREEDY: dict[str, Any] = {"temperature": 0, "top_p": 1.0, "repetition_penalty": 1.0}  # overrides a server's defaults
+BY_ID = "token_id:"  # prefix of token names for servers that name tokens by id
 
 
 class ServedTarget:
     def __init__(self, url: str, tokenizer: Tokenizer | None = None, api_key: str | None = None) -> None:
-        """Ask a server what it serves. `tokenizer`: used instead of the server's own."""
+        """Query a server for its model. `tokenizer` replaces the server's own."""
         self._server = JsonServer(url, {} if api_key is None else {"Authorization": f"Bearer {api_key}"}, TIMEOUT)
         served = ServedModel.ask(url, api_key=api_key)
         self._url = url
@@ -60,7 +60,7 @@ class ServedTarget:
         return str(self._choice("/v1/chat/completions", body)["message"]["content"] or "")
 
     def close(self) -> None:
-        """Give up what is still asked; the server is somebody else's."""
+        """Abort pending requests; the server itself keeps running."""
         self._server.close()
 
     def _echoed(self, prompt: Prompt, count: int, **more: Any) -> dict[str, Any]:

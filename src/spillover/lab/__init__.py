@@ -1,5 +1,5 @@
-"""The lab: any two ways to serve a model, measured side by side, and a verdict that is statistically sound.
+"""The lab: compares any two ways to serve a model and gives a statistically sound verdict.
 
-Experiments, engine adapters, monitors, validity and reports. Knows `bench` and HTTP, and no engine from the inside:
-spillover itself is one of the servers that it starts.
+Has experiments, engine adapters, monitors, validity and reports. Depends on `bench` and HTTP, and on no engine's
+internals: spillover itself is one of the servers that it starts.
 """

@@ -1,7 +1,7 @@
-"""How accurate an arm's model is: `spill eval` against its server, once, before anything is timed.
+"""Accuracy of an arm's model: `spill eval` on its server, once, before anything is timed.
 
-The baseline is asked first: KL divergence and top-1 agreement of all arms are against what it said. A server shows its
-20 likeliest tokens only, so that the divergence is a bound from below (docs/eval.md).
+The baseline is evaluated first: KL divergence and top-1 agreement of all arms are relative to its answers. A server
+returns only its 20 likeliest tokens, so that the divergence is a lower bound (docs/eval.md).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from spillover.errors import SpilloverError
 from spillover.lab.engines.spillover import spill
 
 KL = "kl_divergence_at_least"
-TEXT = "eval-text.txt"  # ships with the experiments, for those that name no text of their own
+TEXT = "eval-text.txt"  # ships with the experiments, for those that specify no text
 
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """An experiment's `eval:`."""
+    """The `eval:` section of an experiment."""
 
-    tasks: tuple[str, ...]  # NAME or NAME=FILE, as spill eval takes them
+    tasks: tuple[str, ...]  # NAME or NAME=FILE, as for spill eval
     data: str = "."
     limit: int | None = None
     window: int = 256
@@ -35,7 +35,7 @@ class EvalSpec:
         return {"tasks": list(self.tasks), "data": self.data, "limit": self.limit, "window": self.window}
 
     def command(self, url: str, reference: str, folder: Path) -> list[str]:
-        """Return the arguments of spill eval. `reference`: the baseline's address, asked unless `folder` has it all."""
+        """Return the arguments of spill eval. `reference`: the baseline's URL, used for what `folder` does not have."""
         shipped = resources.files("spillover.lab.seeds").joinpath(TEXT)
         tasks = [f"perplexity={shipped}" if task == "perplexity" else task for task in self.tasks]
         scored = any(task.startswith("perplexity") for task in tasks)
@@ -44,7 +44,7 @@ class EvalSpec:
                 *(["--reference", reference, "--reference-dir", str(folder)] if scored else []), "--json"]
 
 
-# Asks one server: (what to ask, its address, the baseline's, a folder for what the baseline said) -> value by metric.
+# Evaluates one server: (spec, its URL, the baseline's URL, a folder for the baseline's answers) -> value by metric.
 Evaluate = Callable[[EvalSpec, str, str, Path], Mapping[str, float]]
 
 

@@ -1,5 +1,5 @@
-"""From runs to verdicts: what `analysis.json` holds, and whether more blocks are needed. Reads results only; nothing is
-measured here."""
+"""Analysis of runs: the contents of `analysis.json` with its verdicts, and whether more blocks are needed. Only reads
+results; nothing is measured here."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from spillover.lab.store import Results, read_json
 from spillover.lab.validity import ArmSample, Fault, Gates, across
 from spillover.lab.verdict import DECIDED, Comparison, Rule, Verdict, decide
 
-RESAMPLES = 400  # bootstrap samples of intervals that are shown and decide nothing
-SPOILT = 0.2  # share of an arm's runs that busy moments may spoil, retries included, before the arm is not valid
+RESAMPLES = 400  # bootstrap samples for intervals that are only displayed
+SPOILT = 0.2  # maximum share of an arm's runs that other load may disturb, retries included, before the arm is invalid
 
 
 def analysis_of(results: Results) -> Mapping[str, Any]:
-    """Read the analysis as it was written, or make it from what is there."""
+    """Read the saved analysis, or compute it from the results if there is none."""
     path = results.path / "analysis.json"
     found: Mapping[str, Any] = read_json(path) if path.exists() else analyse(results)
     return found
@@ -45,11 +45,11 @@ def analyse(results: Results) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Stop:
-    """Whether an experiment has ended, and why. `verdicts`: those of the primary metric, as far as they are."""
+    """Whether and why an experiment has stopped. `verdicts`: the current ones of the primary metric."""
 
-    blocks: int  # whole blocks
+    blocks: int  # number of complete blocks
     verdicts: tuple[Verdict, ...]
-    reason: str | None  # "decided", "answered", "max-blocks" or "time-limit"; None: it has not ended
+    reason: str | None  # "decided", "answered", "max-blocks" or "time-limit"; None if not stopped
 
     @property
     def undecided(self) -> list[Verdict]:
@@ -65,7 +65,7 @@ class Stop:
             return (f"Stopped at the time limit after {blocks} with {open_}; the same command goes on from here for "
                     "as long again.")
         if self.reason == "answered":
-            return (f"Stopped after {blocks}: what was asked of it is decided; of the lab's own comparisons by the "
+            return (f"Stopped after {blocks}: the given question is decided; of the comparisons by the "
                     f"primary metric {left} {'is' if left == 1 else 'are'} not.")
         if self.reason is None:
             return f"Not finished: {blocks} done. The same command goes on from here."
@@ -79,7 +79,7 @@ class Stop:
 
 
 def stop(results: Results) -> Stop:
-    """Return whether to stop after a block. An arm that drifts, or that busy moments spoil, is measured on."""
+    """Return whether to stop after a block. An arm that drifts or is disturbed by other load is measured further."""
     experiment, cells = results.experiment, _cells(results)
     judged = _all_judged(results, cells, replace(_gates(results), drift=False), rare=0.5)
     verdicts = tuple(decide(_comparisons(results, cells, judged, [experiment["primary"]]), _rule(results)))
@@ -102,7 +102,7 @@ class _Cell:
 
     workload: Mapping[str, Any]
     arm: str
-    told: Mapping[str, Any] | None  # the arm's own file
+    told: Mapping[str, Any] | None  # contents of the arm's file
     visits: tuple[Mapping[str, Any], ...]
     planned: int
     window: str
@@ -171,14 +171,14 @@ def _gates(results: Results) -> Gates:
 
 
 def _passes(results: Results) -> int:
-    """Return the passes that were begun."""
+    """Return the number of passes that have begun."""
     return 1 + max((int(visit["pass"]) for visit in results.visits), default=-1)
 
 
 def _judged(results: Results, cell: _Cell, base: _Cell, gates: Gates,
             rare: float) -> list[tuple[Fault, list[str]]]:
-    """Return every fault of a cell once, with the runs it was found in. What a busy moment spoilt is left out of the
-    comparison (`_blocks`) and does not count against the arm while it is rare."""
+    """Return every fault of a cell once, with the runs it was found in. Runs disturbed by other load are left out of
+    the comparison (`_blocks`) and do not count against the arm while they are rare."""
     found: dict[tuple[str, str | None], tuple[Fault, list[str]]] = {}
     for visit in cell.good:
         for item in visit["faults"]:
@@ -217,7 +217,7 @@ def _comparison(results: Results, cell: _Cell, base: _Cell,
 
 
 def _barred(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]], metric: str) -> str | None:
-    """Return why there is no verdict; a crash or a skip is told first: it explains the rest."""
+    """Return why there can be no verdict; a crash or a skip comes first, as it explains the rest."""
     if cell.status in ("failed", "skipped"):
         return f"{cell.arm} was skipped: {cell.reason}" if cell.status == "skipped" else f"{cell.arm}: {cell.reason}"
     reasons = [fault.reason for fault, _ in judged if fault.fatal and fault.metric in (None, metric)]
@@ -225,8 +225,8 @@ def _barred(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]], metric: str)
 
 
 def _blocks(results: Results, cell: _Cell, base: _Cell) -> list[list[tuple[Mapping[str, Any], Mapping[str, Any]]]]:
-    """Return the pairs of runs of the same pass, block by block; only blocks of which nothing is missing and which no
-    busy moment of the machine spoilt."""
+    """Return the pairs of runs of the same pass, block by block, for complete blocks without runs that other load on
+    the machine has disturbed."""
     size = ORDERS[results.experiment["order"]]
     mine, theirs = ({visit["pass"]: visit for visit in side.good if not spoilt(visit)} for side in (cell, base))
     blocks = []
@@ -238,7 +238,7 @@ def _blocks(results: Results, cell: _Cell, base: _Cell) -> list[list[tuple[Mappi
 
 
 def spoilt(visit: Mapping[str, Any]) -> bool:
-    """Return whether a busy moment of the machine spoilt a run, so that it is left out of comparisons."""
+    """Return whether other load on the machine disturbed a run, so that it is left out of comparisons."""
     return any(fault["fatal"] and fault["transient"] for fault in visit["faults"])
 
 

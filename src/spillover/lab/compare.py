@@ -1,12 +1,12 @@
-"""Two results of the same measurement, of two commits: faster, slower, the same, or no difference shown.
+"""Comparison of two results of the same measurement at two commits: faster, slower, same, or no difference shown.
 
 A result is a folder of `spill lab run`, the JSON that it wrote (`--output-json`), or any JSON with raw repeats that
-`spill bench` or a script of `benchmarks/` wrote. The two were not measured in turns, so that their values do not pair:
-the interval is Welch's, on logarithms, over the repeats of each. All intervals of a family (the primary metric, and
-apart from it the others) hold together with the confidence that is asked for, as in `verdict`.
+`spill bench` or a script of `benchmarks/` wrote. The two were not measured in turns, so their values do not pair: the
+interval is Welch's, on logarithms, over the repeats of each. All intervals of a family (the primary metric, and
+separately the others) hold together with the requested confidence, as in `verdict`.
 
-The spread between repeats is all that the interval knows. A machine that was busier on one day than on the other looks
-like a slower commit: what was found slower is run again, or both commits as arms of one experiment.
+The interval accounts only for the spread between repeats. A machine that was busier on one day than on the other looks
+like a slower commit: measure a slower result again, or run both commits as arms of one experiment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spillover.lab.analysis import analyse
 from spillover.lab.store import Results, difference, read_json
 from spillover.lab.verdict import FASTER, NO_DIFFERENCE, NO_VERDICT, SAME, SLOWER, Rule, better
 
-# What tells the elements of a list apart, and how a list of numbers counts by its name.
+# Keys that distinguish elements of a list, and suffixes that say whether a list of numbers is times or rates.
 NAMES = ("workload", "name", "arm", "backend", "way", "part", "model", "setting", "stage", "routing",
          "batch_size", "block_size", "requests", "tokens", "bytes", "ranks", "policy", "replicas", "rate")
 TIMES = ("seconds", "latencies", "times", "_ms", "ttft", "tpot")
@@ -39,7 +39,7 @@ class Sample:
     values: tuple[float, ...]
     lower: bool
     primary: bool = True
-    barred: str | None = None  # why there may be no verdict
+    barred: str | None = None  # why there can be no verdict
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Result:
     commit: str | None = None
     date: str | None = None
     machine: str | None = None
-    experiment: Mapping[str, Any] | None = None  # of a folder of the lab
+    experiment: Mapping[str, Any] | None = None  # the experiment of a lab folder
 
     @property
     def text(self) -> str:
@@ -59,7 +59,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one measurement. `speed`: how many times as fast; above 1 is better, whichever way it counts."""
+    """The change of one measurement. `speed`: the speedup; above 1 is better, whichever direction the metric has."""
 
     name: str
     before: Sample
@@ -98,7 +98,7 @@ def read_result(path: Path) -> Result:
 
 
 def compare(before: Result, after: Result, rule: Rule) -> list[Change]:
-    """Decide what both have; SpilloverError where the two are not the same measurement."""
+    """Compare the samples that both have; raise SpilloverError if the two are not the same measurement."""
     if before.experiment is not None and after.experiment is not None:
         differs = difference(before.experiment, after.experiment)
         if differs is not None:
@@ -116,7 +116,7 @@ def compare(before: Result, after: Result, rule: Rule) -> list[Change]:
 
 
 def as_file(results: Results) -> dict[str, Any]:
-    """Return what `--output-json` writes: the analysis with what was asked and where it came from."""
+    """Return the contents of `--output-json`: the analysis with the experiment and its provenance."""
     experiment = {key: value for key, value in results.experiment.items() if key not in ("document", "provenance")}
     return {**(results.experiment.get("provenance") or {}), **analyse(results), "experiment": experiment}
 
@@ -153,7 +153,7 @@ def _welch(before: Sequence[float], after: Sequence[float], confidence: float) -
 
 def _of_analysis(path: Path, analysis: Mapping[str, Any], origin: Mapping[str, Any],
                  experiment: Mapping[str, Any] | None) -> Result:
-    """Take the metrics that the experiment is about, of every arm on every workload."""
+    """Read the experiment's metrics, of every arm on every workload."""
     metrics = (experiment or {}).get("metrics") or list(dict.fromkeys(each["metric"] for each in analysis["verdicts"]))
     found = {}
     for cell in analysis["cells"]:
@@ -177,7 +177,7 @@ def _machine(origin: Mapping[str, Any]) -> str | None:
 
 
 def _samples(data: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Sample]]:
-    """Find lists of repeats, each under the names of where it lies."""
+    """Yield lists of repeats, each named after its path in the data."""
     if isinstance(data, list):
         for index, each in enumerate(data):
             yield from _samples(each, (*names, *(_named(each) or (str(index),))))
@@ -198,7 +198,7 @@ def _samples(data: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Sample]]:
 
 
 def _repeats(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[float, ...], bool]]:
-    """Find what was repeated: numbers with a unit, or runs with the seconds that each took, by arm if there are any."""
+    """Yield repeated values: numbers with a unit, or the seconds of runs, by arm if there are any."""
     values = data["repeats"]
     if _numbers(values):
         yield (), tuple(map(float, values)), _lower(data)
@@ -213,7 +213,7 @@ def _repeats(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[f
 
 
 def _lower(data: Mapping[str, Any]) -> bool:
-    """Return whether less is better: as its share of the limit was counted, else by its unit."""
+    """Return whether less is better: inferred from the share of the limit, otherwise from the unit."""
     value, limit, percent = (data.get(name) for name in ("value", "limit", "percent_of_limit"))
     if value and limit and percent and not math.isclose(value, limit, rel_tol=1e-6):
         return math.isclose(percent, 100 * limit / value, rel_tol=1e-6)

@@ -1,6 +1,6 @@
-"""Experiments as they are written: YAML read strictly, sizes merged over it, and the files that ship with the package.
+"""Parsing of experiment documents: strict YAML, sizes merged over it, and the files that ship with the package.
 
-`off` and `on` are words here, as in YAML 1.2: arms are called so. A key that comes twice is refused, not overwritten.
+`off` and `on` are strings here, as in YAML 1.2: they are names of arms. A duplicate key is refused, not overwritten.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def shipped() -> dict[str, Path]:
-    """Return the experiments that come with the package, by name."""
+    """Return the experiments that ship with the package, by name."""
     folder = Path(str(resources.files("spillover.lab")))
     return {path.stem: path for room in ("seeds", "experiments") for path in sorted((folder / room).glob("*.yaml"))}
 
 
 def read_document(name: str) -> dict[str, Any]:
-    """Read the document of a file, or of one that ships with the package by its name."""
+    """Read the document of a file, or of an experiment that ships with the package, by its name."""
     path = Path(name)
     if path.suffix not in SUFFIXES and name in shipped():
         path = shipped()[name]
@@ -42,7 +42,7 @@ def parse_document(text: str, name: str = "the experiment") -> dict[str, Any]:
         raise SpilloverError("Reading experiments needs the lab extra: pip install 'spillover[lab]'") from error
     try:
         document = yaml.load(text, Loader=_strict_loader())
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that there is not
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
         raise SpilloverError(f"{name} is not YAML: {error}") from error
     if not isinstance(document, dict):
         raise SpilloverError(f"{name} must hold names and values (name:, arms:, workloads: ...); see docs/lab.md")
@@ -50,12 +50,12 @@ def parse_document(text: str, name: str = "the experiment") -> dict[str, Any]:
 
 
 def scaled(document: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
-    """Return the document with what it says under `scales` for this size laid over it; null there removes a value."""
+    """Return the document with its entry of `scales` for this size merged over it; null removes a value."""
     base = {key: value for key, value in document.items() if key != "scales"}
     scales = document.get("scales") or {}
     if not isinstance(scales, Mapping):
         raise SpilloverError(f"'{document.get('name')}': scales must hold sizes and what each changes; got {scales!r}")
-    if scale is None or (scale == "cpu" and scale not in scales):  # as it is written is the size for a CPU
+    if scale is None or (scale == "cpu" and scale not in scales):  # the document without `scales` is the CPU size
         return base
     if scale not in scales:
         raise SpilloverError(f"'{document.get('name')}' has no size '{scale}'; "

@@ -1,4 +1,4 @@
-"""An experiment: which arms, on which workloads, how often, and what will decide. Parsed once, never changed.
+"""An experiment: its arms and workloads, the number of runs, and the rule of its verdict. Parsed once, immutable.
 
     name: tiers
     baseline: off
@@ -10,8 +10,8 @@
       load: {dataset-name: random, sweep: {request-rate: [1, 2, 4]}}
     primary: output_throughput
 
-Everything that decides a verdict (metric, confidence, what counts as the same) is fixed here before the first run. How
-long it may run is not: a verdict may be looked for after every block (`verdict`).
+Everything that decides a verdict (metric, confidence, what counts as the same) is fixed here before the first run. The
+length of the experiment is not: a verdict may be computed after every block (`verdict`).
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from spillover.lab.verdict import Rule
 from spillover.units import parse_seconds
 
 LAYOUT = 2  # version of the result folder's layout
-MAX_BLOCKS = 80  # where block ratios vary by 2.5%: 5% is found in 9, "same within 2%" in 38 on average, 99% by 80
+MAX_BLOCKS = 80  # with 2.5% spread of block ratios: 5% is found in 9, "same within 2%" in 38 on average, 99% by 80
 TIME_LIMIT = 3600.0  # seconds
 MINIMUM_BLOCKS = 3
 CONFIDENCE = 0.99
 EQUIVALENCE = 0.02
-URL_READY_SECONDS = 30.0  # wait for a server that should be running already
-ORDERS = {"abba": 2, "alternate": 1}  # passes that make a block
+URL_READY_SECONDS = 30.0  # seconds to wait for a server that should already be running
+ORDERS = {"abba": 2, "alternate": 1}  # number of passes per block
 RESTARTS = ("per-visit", "never")
 WINDOWS = ("whole", "steady")
 
-# A flag that lets KV live below the device: where arms differ in one, a working set that fits the device tests nothing.
+# Flags that keep KV below the device: where arms differ in one, a working set that fits the device tests nothing.
 OFFLOAD_FLAGS = frozenset({"host-memory", "host-pool", "disk", "remote", "kv-offloading-size", "kv-transfer-config",
                            "swap-space", "enable-hierarchical-cache", "enable-lmcache"})
 
-# Options of `spill bench serve` that say how requests are sent; all others are the workload's.
+# Options of `spill bench serve` that define how requests are sent; all others belong to the workload.
 LOAD_OPTIONS = frozenset({"request-rate", "burstiness", "max-concurrency", "static-batch-size", "ramp-up-strategy",
                           "ramp-up-start-rps", "ramp-up-end-rps", "self-timed", "max-seconds", "backend", "endpoint",
                           "extra-body", "ignore-eos", "return-token-ids", "client-processes", "request-timeout",
@@ -62,7 +62,7 @@ class Arm:
     name: str
     spec: EngineSpec
     about: str = ""
-    load: Mapping[str, Any] = field(default_factory=dict)  # how requests are sent, over what workloads say
+    load: Mapping[str, Any] = field(default_factory=dict)  # how requests are sent; overrides the options of workloads
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "about": self.about, "label": self.label, "spec": self.spec.to_json(),
@@ -70,21 +70,21 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """Return what makes its numbers not those of a real model."""
+        """Return why the arm's numbers are not those of a real model; "" if they are."""
         return {"dummy": "random weights", "null": "no model: nothing is computed"}.get(
             str(self.spec.args.get("load-format")), "")
 
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """One kind of load. `options` are those of `spill bench serve`, by their names with hyphens."""
+    """One workload of an experiment. `options` are those of `spill bench serve`, by their names with hyphens."""
 
     name: str
     options: Mapping[str, Any]
     group: str = ""  # name of the sweep that it is a point of
-    sweep: Mapping[str, Any] = field(default_factory=dict)  # values of this point of a sweep
+    sweep: Mapping[str, Any] = field(default_factory=dict)  # option values of this point of a sweep
     about: str = ""
-    offload: bool = False  # its working set must not fit the device
+    offload: bool = False  # whether its working set must exceed the device
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "group": self.group, "about": self.about, "sweep": dict(self.sweep),
@@ -103,23 +103,23 @@ class Experiment:
     seed: str | None = None
     scale: str = "cpu"
     max_blocks: int = MAX_BLOCKS
-    time_limit: float = TIME_LIMIT  # seconds; no block is begun that would probably end later
+    time_limit: float = TIME_LIMIT  # seconds; no block is started that would probably exceed it
     order: str = "abba"
     restart: str = "per-visit"
     window: str = "whole"
     warmups: int = 4
-    retries: int = 1  # repeats of a run that a busy moment of the machine spoilt
+    retries: int = 1  # number of times to repeat a run that was disturbed by other load on the machine
     confidence: float = CONFIDENCE
     minimum_blocks: int = MINIMUM_BLOCKS
-    equivalence: float = EQUIVALENCE  # the largest difference that counts as the same; 0: none does
-    slo: Mapping[str, float] = field(default_factory=dict)  # ms
+    equivalence: float = EQUIVALENCE  # the largest difference that counts as the same; 0 for none
+    slo: Mapping[str, float] = field(default_factory=dict)  # objectives in ms by latency
     gates: Gates = field(default_factory=Gates)
-    eval: EvalSpec | None = None  # accuracy of every arm
+    eval: EvalSpec | None = None  # how to measure the accuracy of every arm; None for not at all
     document: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Return the metrics that are compared, the one that decides first."""
+        """Return the compared metrics, the deciding one first."""
         return (self.primary, *self.secondary)
 
     @property
@@ -128,7 +128,7 @@ class Experiment:
 
     @property
     def passes(self) -> int:
-        """Return the most passes."""
+        """Return the maximum number of passes."""
         return self.max_blocks * self.passes_per_block
 
     @property
@@ -139,7 +139,7 @@ class Experiment:
         return next(arm for arm in self.arms if arm.name == name)
 
     def workload(self, name: str, arm: str | None = None) -> WorkloadSpec:
-        """Return a workload, as it is sent to an arm where one is named."""
+        """Return a workload; with `arm`, as it is sent to that arm."""
         found = next(workload for workload in self.workloads if workload.name == name)
         return found if arm is None else replace(found, options={**found.options, **self.arm(arm).load})
 
@@ -161,7 +161,7 @@ class Experiment:
 def load_experiment(name: str, scale: str | None = None, model: str | None = None, max_blocks: int | None = None,
                     arms: Iterable[str] = (), workloads: Iterable[str] = (),
                     time_limit: float | None = None) -> Experiment:
-    """Load an experiment by path, or by name where it ships. `arms`, `workloads`: only these, and the baseline."""
+    """Load an experiment by path, or a shipped one by name. `arms`, `workloads`: only these, and the baseline."""
     document = read_document(name)
     experiment = parse_experiment(scaled(document, scale), scale or "cpu", model)
     experiment = replace(experiment, max_blocks=max_blocks or experiment.max_blocks,
@@ -170,7 +170,7 @@ def load_experiment(name: str, scale: str | None = None, model: str | None = Non
 
 
 def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str | None = None) -> Experiment:
-    """Parse an experiment; refuse a name that it does not know, which may be a misspelt setting."""
+    """Parse an experiment; refuse unknown names, which may be misspelt settings."""
     where = f"experiment '{document.get('name', '')}'"
     if "repeats" in document:
         raise SpilloverError(f"{where}: there is no 'repeats': an experiment runs until it is decided. Give max-blocks "
@@ -282,7 +282,7 @@ def _arm(where: str, name: str, value: Any, model: str | None) -> Arm:
     args = {**given["args"], **{_hyphens(key): item for key, item in _mapping(where, value, "args").items()}}
     spec = EngineSpec(
         kind=kind, model=_text(where, value, "model") if "model" in value else model,
-        args={key: item for key, item in args.items() if item is not None},  # null takes a preset's flag away
+        args={key: item for key, item in args.items() if item is not None},  # null removes a flag of the preset
         env={**given["env"], **_environment(where, value)}, preset=_text(where, value, "preset"),
         python=_text(where, value, "python"), url=_text(where, value, "url"),
         ready_seconds=_number(where, value, "ready-seconds", float,
@@ -327,7 +327,7 @@ def _offload_differs(arms: Iterable[Arm]) -> bool:
 
 
 def _unique_files(where: str, arms: Iterable[Arm], workloads: Iterable[WorkloadSpec]) -> None:
-    """Refuse names that become the same part of a file name."""
+    """Refuse names that map to the same part of a file name."""
     for names in ([arm.name for arm in arms], [workload.name for workload in workloads]):
         files = [file_part(name) for name in names]
         twice = next((name for name, file in zip(names, files, strict=True) if files.count(file) > 1), None)
@@ -354,7 +354,7 @@ def _environment(where: str, arm: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _mapping(where: str, given: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a mapping; empty where it is left out."""
+    """Return the mapping of a key; empty if it is absent."""
     value = given.get(key)
     if value is None:
         return {}
@@ -387,7 +387,7 @@ def _number(where: str, document: Mapping[str, Any], key: str, kind: Callable[[A
     value = document.get(key)
     if value is None:
         return default
-    # The range leaves out infinity and NaN, which no whole number is made of.
+    # The range excludes infinity and NaN, which cannot be converted to int.
     if (isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300
             or kind(value) != value):
         raise SpilloverError(f"{where}: {key} must be a number; got '{value}'")

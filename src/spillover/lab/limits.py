@@ -1,7 +1,7 @@
-"""How close a run came to what its machine allows, for engines whose model and number format are known.
+"""The share of the machine's limit that a run reached, for engines whose model and number format are known.
 
-The least time of the work (every computed token once, the weights once a step) over the time in which at least one
-request was under way: a server that waits for requests is not slow.
+It is the least time of the work (every computed token once, the weights once per step) over the time in which at least
+one request was in flight: a server that waits for requests is not slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spillover.bench.records import RequestRecord, Run
 from spillover.bench.target import BenchRequest, Limits
 from spillover.lab.engines import EngineSpec
 
-# Limits of the machine for what an arm serves; None where they are not known. Whoever knows models hands this in.
+# Returns the machine's limits for an arm's model, None if unknown; implemented by a caller that can read models.
 LimitsOf = Callable[[EngineSpec], Limits | None]
 
 
@@ -44,7 +44,7 @@ def reached(run: Run, limits: Limits | None) -> Reached:
 
 
 def busy_seconds(records: Sequence[RequestRecord]) -> float:
-    """Time in which at least one request was under way."""
+    """Return the time in which at least one request was in flight, in seconds."""
     total, until = 0.0, float("-inf")
     for record in sorted(records, key=lambda record: record.sent):
         total += max(0.0, record.done - max(until, record.sent))
@@ -53,7 +53,7 @@ def busy_seconds(records: Sequence[RequestRecord]) -> float:
 
 
 def most_at_once(records: Sequence[RequestRecord]) -> int:
-    """Return the most requests under way; an end counts before a beginning at the same time."""
+    """Return the maximum number of requests in flight; an end counts before a start at the same time."""
     events = sorted([(record.done, -1) for record in records] + [(record.sent, 1) for record in records])
     running = most = 0
     for _, change in events:

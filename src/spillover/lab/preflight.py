@@ -1,4 +1,4 @@
-"""What can be known before the first run: comparisons that a gate will refuse, whatever is measured.
+"""Checks before the first run: comparisons that a gate will refuse, whatever is measured.
 
 Each fault is a sentence that names its workload or arm, the gate, and what to change. Nothing is started here.
 """
@@ -14,7 +14,7 @@ from spillover.lab.experiment import Arm, Experiment, WorkloadSpec
 from spillover.lab.traffic import workload_part
 from spillover.lab.validity import few_samples
 
-BLOCK_SIZE = 16  # spillover's own, where an arm does not give one
+BLOCK_SIZE = 16  # spillover's default, for arms that set none
 
 
 def workload_stats(experiment: Experiment) -> dict[str, WorkloadStats]:
@@ -24,14 +24,14 @@ def workload_stats(experiment: Experiment) -> dict[str, WorkloadStats]:
 
 
 def foreseen(experiment: Experiment, stats: Mapping[str, WorkloadStats]) -> list[str]:
-    """Return why there will be no verdict, one sentence each; empty where nothing stands against one."""
+    """Return why there will be no verdict, one sentence each; empty if no problem is foreseen."""
     return [*_limits(experiment), *_warmups(experiment),
             *(told for workload in experiment.workloads for told in _workload(experiment, workload,
                                                                               stats[workload.name]))]
 
 
 def sending_seconds(workload: WorkloadSpec, stats: WorkloadStats) -> float | None:
-    """Return the least time of one run, where requests come at a rate; None where the server sets the pace."""
+    """Return the least time of one run in seconds if requests come at a rate; None if the server sets the pace."""
     longest = _number(workload.options.get("max-seconds"))
     rate = _number(workload.options.get("request-rate"))
     seconds = stats.duration if stats.duration is not None else stats.count / rate if rate else None
@@ -62,7 +62,7 @@ def _workload(experiment: Experiment, workload: WorkloadSpec, stats: WorkloadSta
 
 
 def _arm(experiment: Experiment, workload: WorkloadSpec, stats: WorkloadStats, arm: Arm) -> Iterator[str]:
-    if stats.estimated:  # lengths are those of some tokenizer, not of the model's
+    if stats.estimated:  # lengths are not those of the model's tokenizer
         return
     longest = arm.spec.args.get("max-model-len")
     if isinstance(longest, int) and stats.prompt.max >= longest:
@@ -79,7 +79,7 @@ def _arm(experiment: Experiment, workload: WorkloadSpec, stats: WorkloadStats, a
 
 
 def _number(value: object) -> float | None:
-    """Return a number, None where there is none, or no end."""
+    """Return a finite positive number, None if there is none."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -1,9 +1,9 @@
-"""Runs an experiment: block after block until it is decided, every run written down as it ends.
+"""Execution of an experiment: block after block until it is decided; every run is saved as it completes.
 
     start every arm once; then for each block, until a limit or a decision:
-        for turn in turns(block): start the arm's server, then for each visit: warm up, forget, measure, judge, write
+        for turn in turns(block): start the arm's server, then for each visit: warm up, reset, measure, judge, write
 
-A server that is missing, does not start, crashes or runs out of memory is a result of its arm, and the rest goes on.
+A server that is missing, does not start, crashes or runs out of memory is a result of its arm, and the others continue.
 Only a baseline that does not start, or a URL that does not answer, ends the experiment before its first run.
 """
 
@@ -34,45 +34,45 @@ from spillover.lab.store import ResultFolder, Results
 from spillover.lab.traffic import Load, Measured, Progress, ServedLoad
 from spillover.lab.validity import Fault, Sample, cache_hits, judge
 
-GIVE_UP = 2  # times in a row that an arm may fail on a workload before its other visits there are left out
-ATTEMPT_PROMPTS = 1_000_000  # added to a visit's repeat for each attempt: prompts that no other run has
-SETTLE_SECONDS = 0.2  # after a reset and before a run: threads that took part before still spin
+GIVE_UP = 2  # consecutive failures of an arm on a workload after which its other visits there are skipped
+ATTEMPT_PROMPTS = 1_000_000  # added to a visit's repeat per attempt, for prompts that no other run has
+SETTLE_SECONDS = 0.2  # seconds between a reset and a run, in which threads that are still spinning stop
 
-# Whether what somebody wants to know of an experiment is decided by the results until now.
+# Whether a question of the caller about an experiment is decided by the results so far.
 Answered = Callable[[Results], bool]
 
-# Monitors beside one visit, written to the file given; the lab's own unless a test brings others.
+# Runs monitors during one visit and writes to the given file; tests pass their own.
 Watch = Callable[[Engine, Path], AbstractContextManager[None]]
 
 
 class Watcher:
-    """An observer of how the experiment goes. Does nothing by itself."""
+    """An observer of the experiment's progress. Does nothing by default."""
 
     def arm_skipped(self, arm: Arm, why: str) -> None: ...
 
     def starting(self, arm: Arm) -> None:
-        """Tell that its server is started, or waited for, until it is ready or `arm.spec.ready_seconds` have passed."""
+        """Called before waiting for an arm's server, until it is ready or `arm.spec.ready_seconds` have passed."""
 
     def arm_failed(self, arm: Arm, why: str) -> None:
-        """Tell that an arm could not be started before the first run."""
+        """Called if an arm could not be started before the first run."""
 
     def block_begins(self, block: int, runs: int) -> None: ...
 
     def visit_begins(self, visit: Visit) -> None: ...
 
     def live(self) -> Progress | None:
-        """Return what is shown while a run is under way."""
+        """Return a progress callback for the next run; None for none."""
         return None
 
     def visit_ends(self, visit: Visit, told: Mapping[str, Any]) -> None: ...
 
     def block_ends(self, found: Stop, seconds: float) -> None:
-        """Tell that a block has ended. `found`: what is decided by now; `seconds`: that the block took."""
+        """Called after a block. `found`: what is decided so far; `seconds`: the duration of the block."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What the lab works with; a test brings other parts."""
+    """The components that the lab uses; tests replace some."""
 
     load: Load
     make: Callable[[EngineSpec, Path | None], Engine] = make_engine
@@ -86,9 +86,9 @@ class Bench:
 def run_experiment(experiment: Experiment, path: Path, bench: Bench | None = None, watcher: Watcher | None = None,
                    session: Mapping[str, Any] | None = None, answered: Answered | None = None,
                    deadline: float = math.inf) -> Results:
-    """Run an experiment until it is decided or at a limit. The same call resumes; its time limit is its own. Where
-    `answered` is given, it ends by that question instead of by its own verdicts. From `deadline` on, by the monotonic
-    clock, no server is started and no run is begun, whatever the experiment wants at least."""
+    """Run an experiment until it is decided or at a limit. The same call resumes, with a new time limit. If `answered`
+    is given, it decides when to stop instead of the experiment's own verdicts. After `deadline`, a time of the
+    monotonic clock, no server and no run is started, even if the minimum of blocks is not reached."""
     bench = bench or Bench(ServedLoad(experiment))
     for workload in experiment.workloads:
         for arm in experiment.arms:
@@ -105,21 +105,21 @@ def run_experiment(experiment: Experiment, path: Path, bench: Bench | None = Non
 
 @dataclass(frozen=True)
 class _Visited:
-    """A visit as it was measured."""
+    """A visit with its measurements."""
 
     visit: Visit
     measured: Measured
     repeat: int
     warmups: int
     forgot: CacheReset
-    pool: int | None  # tokens of KV that the device holds
-    monitors: Path  # where they wrote, if they did
+    pool: int | None  # tokens of KV that the device holds; None if unknown
+    monitors: Path  # where monitors write, if any
     faults: tuple[Fault, ...] = ()
-    spoilt: tuple[Fault, ...] = ()  # faults of attempts before this one
+    spoilt: tuple[Fault, ...] = ()  # faults of earlier attempts
 
 
 class _LateError(Exception):
-    """Raised once the deadline has passed: what is written stays, nothing more is begun."""
+    """Raised after the deadline: saved results stay, and nothing more is started."""
 
 
 class _Runner:
@@ -128,15 +128,15 @@ class _Runner:
         self._experiment, self._folder, self._bench, self._watcher = experiment, folder, bench, watcher
         self._answered, self._deadline = answered, deadline
         self._planned = visits(experiment)
-        self._failures: dict[tuple[str, str], int] = {}  # failures of an arm on a workload, in a row
+        self._failures: dict[tuple[str, str], int] = {}  # consecutive failures by arm and workload
         self._open: dict[str, Engine] = {}
         self._dead: dict[str, EngineFailed] = {}  # arms that could not be started before the first run
 
     def run(self) -> str | None:
-        """Return why it stopped; None where every block was run."""
+        """Run the experiment; return why it stopped, None if every block was run."""
         skipped = self._skip_missing()
         begun = time.monotonic()
-        longest = 0.0  # seconds of a block of this session
+        longest = 0.0  # seconds of the longest block of this session
         found = self._stop()
         with ExitStack() as stack:
             stack.callback(self._close_all)
@@ -166,8 +166,8 @@ class _Runner:
         return None
 
     def _stop(self) -> Stop:
-        """Return what is decided by now. A question of somebody else is asked instead of the lab's own, once there are
-        as many blocks as the experiment wants at least."""
+        """Return what is decided so far. A caller's question replaces the lab's own rule, from the experiment's minimum
+        number of blocks on."""
         results = Results.open(self._folder.path)
         found = stop(results)
         if self._answered is None or not found.blocks:
@@ -177,8 +177,8 @@ class _Runner:
         return replace(found, reason=None)
 
     def _try_all(self, skipped: set[str], first: str) -> None:
-        """Start every arm once, so that what cannot start is known before anything is measured. Servers that stay up
-        are kept, and so is that of `first`, whose turn comes next."""
+        """Start every arm once, so that arms that cannot start are known before anything is measured. Servers that stay
+        up are kept running, and so is that of `first`, whose turn is next."""
         arms = [arm for arm in self._experiment.arms if arm.name not in skipped]
         for arm in sorted(arms, key=lambda arm: arm.name == first):
             try:
@@ -195,7 +195,7 @@ class _Runner:
                 self._close(arm.name)
 
     def _evaluate_all(self, skipped: set[str]) -> None:
-        """Ask every arm's server how accurate it is, the baseline's first; what is in the folder is not asked again."""
+        """Evaluate every arm's model on its server, the baseline's first; results in the folder are not repeated."""
         spec, folder = self._experiment.eval, self._folder
         if spec is None:
             return
@@ -211,7 +211,7 @@ class _Runner:
                 url = self._engine(arm.name, "eval").running.url
                 reference = reference or url
                 found = dict(self._bench.evaluate(spec, url, reference, folder.path / "reference"))
-            except SpilloverError as error:  # an accuracy that cannot be had leaves the arm its speed
+            except SpilloverError as error:  # an arm without an accuracy is still timed
                 why = str(error)
             folder.write_eval(arm.name, {"reference": reference, "scores": found, "reason": why})
             if not kept and self._experiment.restart == "per-visit" and arm.name in self._open:
@@ -258,10 +258,10 @@ class _Runner:
             engine.check()
             told = self._told(engine, visited)
         except SpilloverError as error:
-            self._close(visit.arm)  # the next visit gets a server that nothing has happened to
+            self._close(visit.arm)  # the next visit gets a new server
             if visit.index == 0 and not isinstance(error, EngineFailed):
-                raise  # nothing is measured yet: whoever asked can still mend what was asked
-            # What a server does not offer, or a workload that it cannot take, ends its own arm only.
+                raise  # nothing is measured yet: the user can still correct the experiment
+            # A feature that a server lacks, or a workload that it cannot run, fails its own arm only.
             failure = error if isinstance(error, EngineFailed) else EngineFailed("refused", str(error))
             self._fail(visit, failure, begun, visited)
             return
@@ -284,8 +284,8 @@ class _Runner:
                                      "log_tail": failure.log_tail})
 
     def _engine(self, name: str, log_name: str) -> Engine:
-        """Return an arm's engine, running already or started now. One that died while it stood idle is started again:
-        each visit judges its own server."""
+        """Return an arm's engine, already running or started now. One that died while idle is restarted: each visit
+        judges its own server."""
         if name in self._open:
             try:
                 self._open[name].check()
@@ -305,7 +305,7 @@ class _Runner:
         return engine
 
     def _measure(self, visit: Visit, engine: Engine) -> _Visited:
-        """Measure a visit, again if a busy moment of the machine spoilt it, and tell what spoilt it."""
+        """Measure a visit, repeating it while other load on the machine disturbs it, and record the faults of that."""
         visited = self._once(visit, engine, 0)
         spoilt: tuple[Fault, ...] = ()
         for attempt in range(1, 1 + self._experiment.retries):
@@ -317,7 +317,7 @@ class _Runner:
         return replace(visited, spoilt=spoilt)
 
     def _once(self, visit: Visit, engine: Engine, attempt: int) -> _Visited:
-        # Each attempt has prompts that no run before it had.
+        # Each attempt has prompts that no earlier run had.
         repeat = visit.repeat + attempt * ATTEMPT_PROMPTS
         workload = self._experiment.workload(visit.workload, visit.arm)
         warmups = self._experiment.warmups
@@ -330,7 +330,7 @@ class _Runner:
         monitors = self._folder.monitor_file(visit)
         with self._bench.watch(engine, monitors) if self._bench.watch is not None else contextlib.nullcontext():
             measured = self._bench.load.measure(workload, engine.running, repeat, self._watcher.live())
-        # Where the server died nobody answers any more, and its counters are those that the client read.
+        # If the server died it cannot be queried, and only the counters that the client read remain.
         counters = {**measured.run.counters, **_since(before, engine.counters()), **engine.gauges()}
         measured = replace(measured, run=replace(measured.run, counters=counters))
         pool = engine.device_pool_tokens()
@@ -358,7 +358,7 @@ class _Runner:
         }
 
     def _fail(self, visit: Visit, failure: EngineFailed, begun: float, visited: _Visited | None = None) -> None:
-        """Note that a run failed. `visited`: what had been measured until then, which is kept as it is."""
+        """Record that a run failed. `visited`: the measurements so far, which are kept as they are."""
         key = visit.arm, visit.workload
         self._failures[key] = self._failures.get(key, 0) + 1
         self._end(visit, {"status": "failed", "reason": _why(failure), "cause": failure.cause,
@@ -373,7 +373,7 @@ class _Runner:
         self._open.pop(arm).stop()
 
     def _close_all(self) -> None:
-        with ExitStack() as stack:  # one that does not stop must not keep the others
+        with ExitStack() as stack:  # an engine that fails to stop must not prevent others from stopping
             for arm in list(self._open):
                 stack.callback(self._close, arm)
 
@@ -395,15 +395,15 @@ def _since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
 
 
 def _not_forgotten(forgot: CacheReset) -> Iterator[Fault]:
-    """Yield a fault for a cache that could not be emptied; whether it helped is what the gate on hits finds."""
+    """Yield a fault if the cache could not be emptied; the gate on hits finds whether that mattered."""
     if not forgot.done:
         yield Fault("contamination", f"the prefix cache was not emptied before the run ({forgot.how}); every run has "
                                      "prompts of its own", fatal=False)
 
 
 def _told_by_server(measured: Measured) -> dict[str, float]:
-    """Return means over requests of what the server says of itself, the share of prompt tokens it found cached, and
-    what it drafted, and what its ranks waited."""
+    """Return the server's metrics: mean phases of requests, the share of prompt tokens found in a cache, speculation
+    and ranks."""
     told: dict[str, float] = {}
     timings = [record.timings for record in measured.run.completed if record.timings]
     for name in PHASES:

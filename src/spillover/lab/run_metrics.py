@@ -1,4 +1,4 @@
-"""A run's metrics as one flat table of numbers, named as in the JSON of `vllm bench serve`."""
+"""Metrics of a run as one flat table of numbers, named as in the JSON of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANKS = (50.0, 90.0, 95.0, 99.0)
 
 def run_metrics(run: Run, slo: Mapping[str, float] | None = None,
                 window: tuple[float, float] | None = None) -> dict[str, float | None]:
-    """Compute the metrics of a run. `slo`: milliseconds by latency. `window`: None is the whole run."""
+    """Compute the metrics of a run. `slo`: milliseconds by latency. `window`: None for the whole run."""
     found = measure(run, {name: limit / 1e3 for name, limit in (slo or {}).items()} or None, window, RANKS)
     metrics: dict[str, float | None] = {
         "duration": found.duration, "completed": found.completed, "failed": found.failed,
@@ -34,7 +34,7 @@ def run_metrics(run: Run, slo: Mapping[str, float] | None = None,
 
 
 def metric_names(slo: Mapping[str, float] | None = None) -> tuple[str, ...]:
-    """Return the presets that an experiment may name."""
+    """Return the metrics that an experiment may name."""
     from spillover.bench.records import ClientHealth
 
     empty = run_metrics(Run((), 0.0, 1.0, ClientHealth(), (0.0, 1.0)), slo)

@@ -1,8 +1,8 @@
-"""In which order arms take turns. A machine whose speed drifts must not favour an arm.
+"""The order in which arms take turns, chosen so that drift of the machine's speed does not favour an arm.
 
-A pass visits every arm on every workload once; every second pass goes backwards. Under `abba` a forward and a backward
-pass make one block, in which every arm stands as early as it stands late: a steady drift cancels inside each block.
-Under `alternate` every pass is a block: as many blocks for half the time, and a drift widens the interval instead.
+A pass visits every arm on every workload once; every second pass is in reverse order. Under `abba` a forward and a
+backward pass make one block, in which every arm is equally early and late: a steady drift cancels inside each block.
+Under `alternate` every pass is a block: as many blocks in half the time, but drift widens the interval.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from spillover.lab.experiment import Experiment, file_part
 
 @dataclass(frozen=True)
 class Visit:
-    """One arm, one workload, once."""
+    """One run of one arm on one workload."""
 
     index: int  # in the order of running
     pass_: int
     block: int
     workload: str
     arm: str
-    repeat: int  # number of the prompts: the same for all arms of a pass, and for nobody else
+    repeat: int  # number of the prompts: the same for all arms of a pass, and unique otherwise
 
     @property
     def key(self) -> str:
@@ -32,7 +32,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Turn:
-    """Consecutive visits that one start of a server serves."""
+    """Consecutive visits that are served by one start of a server."""
 
     arm: str
     visits: tuple[Visit, ...]
@@ -45,7 +45,7 @@ class Turn:
 def visits(experiment: Experiment) -> tuple[Visit, ...]:
     """Return all visits that may be run, up to the experiment's limit of blocks."""
     planned: list[Visit] = []
-    # Points of a sweep are the same workload: with the same repeat, one would find the prompts of another cached.
+    # Points of a sweep are the same workload: with the same repeat, they would hit each other's prompts in the cache.
     places = {workload.name: place for place, workload in enumerate(experiment.workloads)}
     for pass_ in range(experiment.passes):
         order = _forward(experiment)
@@ -56,14 +56,14 @@ def visits(experiment: Experiment) -> tuple[Visit, ...]:
 
 
 def turns(planned: Sequence[Visit]) -> list[Turn]:
-    """Return the neighbours of one arm and pass. Servers that stay up are found running, whichever turn it is."""
+    """Group consecutive visits of the same arm and pass. With servers that stay up, turns find them running."""
     grouped = groupby(planned, key=lambda visit: (visit.pass_, visit.arm))
     return [Turn(arm, tuple(group)) for (_pass, arm), group in grouped]
 
 
 def _forward(experiment: Experiment) -> list[tuple[str, str]]:
-    """Order turns: where servers stay up, arms alternate on each workload: what is compared lies side by side in time.
-    Where each turn starts a server, it serves all workloads before it goes."""
+    """Order turns. Where servers stay up, arms alternate on each workload, so that compared runs are close in time.
+    Where each turn starts a server, it serves all workloads before it stops."""
     arms, workloads = ([each.name for each in many] for many in (experiment.arms, experiment.workloads))
     if experiment.restart == "never":
         return [(workload, arm) for workload in workloads for arm in arms]

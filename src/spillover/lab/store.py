@@ -1,17 +1,17 @@
-"""The folder of an experiment's results: one small JSON file a visit, written whole or not at all.
+"""The folder of an experiment's results: one small JSON file per visit, written atomically.
 
-    experiment.json        what was asked, resolved
+    experiment.json        the resolved experiment
     sessions.json          when and where it was run: one entry for every start of `spill lab run`
     arms/ARM.json          ready, skipped or failed, and why
-    visits/KEY.json        metrics and faults of a visit; that it exists says that the visit is done
-    runs/KEY.json.gz       every event of it
-    monitors/KEY.parquet   what monitors saw meanwhile
-    evals/ARM.json         accuracy of an arm, where the experiment asks for it
+    visits/KEY.json        metrics and faults of a visit; its existence marks the visit as done
+    runs/KEY.json.gz       all events of the visit
+    monitors/KEY.parquet   samples of monitors during the visit
+    evals/ARM.json         accuracy of an arm, if the experiment measures it
     logs/                  of the servers
     analysis.json          verdicts
 
-What was done is not done again: a folder is resumed by running the same experiment into it. Raw files are written
-before the visit that names them, so that an interruption leaves nothing half told.
+Completed visits are not repeated: running the same experiment into a folder resumes it. Raw files are written before
+the visit that refers to them, so that an interruption leaves no incomplete visit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spillover.errors import SpilloverError
 from spillover.lab.experiment import LAYOUT, Experiment, file_part
 from spillover.lab.schedule import Visit
 
-# What a run of the same experiment may say differently. Limits may: a verdict is valid at whichever block it stops.
+# Fields that may change when an experiment is resumed. Limits may: a verdict is valid at whichever block it stops.
 LIMITS = ("max_blocks", "time_limit")
 INCIDENTAL = ("about", "document", "provenance", *LIMITS)
 
@@ -47,7 +47,7 @@ class ResultFolder:
 
     @classmethod
     def open(cls, path: Path, experiment: Experiment) -> ResultFolder:
-        """Return a new folder, or one in which the same experiment was begun."""
+        """Return a new folder, or one in which the same experiment has begun."""
         folder = cls(path, experiment)
         described = path / "experiment.json"
         asked = json.loads(json.dumps(_plain(experiment.to_json())))
@@ -75,7 +75,7 @@ class ResultFolder:
                                                        "provenance": dict(session)})
 
     def end(self, stopped: str | None) -> None:
-        """Note why this session ended; None where it was interrupted."""
+        """Record why this session stopped; None if all blocks were run."""
         path = self.path / "sessions.json"
         *before, last = read_json(path)
         write_json(path, [*before, {**last, "stopped": stopped}])
@@ -91,7 +91,7 @@ class ResultFolder:
         write_json(self.path / "arms" / f"{file_part(name)}.json", {"name": name, **told})
 
     def evaluated(self, name: str) -> Any:
-        """Return an arm's accuracy; None where it was not asked yet."""
+        """Return an arm's accuracy; None if it has not been evaluated."""
         path = self.path / "evals" / f"{file_part(name)}.json"
         return read_json(path) if path.exists() else None
 
@@ -99,7 +99,7 @@ class ResultFolder:
         write_json(self.path / "evals" / f"{file_part(name)}.json", {"name": name, **told})
 
     def unskip(self, name: str) -> None:
-        """Forget skips: what was missing when the folder was last run is here now."""
+        """Remove a skip: the missing engine is available now."""
         path = self.path / "arms" / f"{file_part(name)}.json"
         if path.exists() and read_json(path).get("status") == "skipped":
             path.unlink()
@@ -130,7 +130,7 @@ class ResultFolder:
 
 @dataclass(frozen=True)
 class Results:
-    """The results read back: what a folder holds now, finished or not. Fields are plain JSON values."""
+    """The current contents of a result folder, finished or not. Fields are plain JSON values."""
 
     path: Path
     experiment: Mapping[str, Any]
@@ -156,13 +156,13 @@ class Results:
                    {each["name"]: each for each in map(read_json, sorted((path / "evals").glob("*.json")))})
 
     def run(self, visit: Mapping[str, Any]) -> Run | None:
-        """Return every event of a visit; None where it failed before any."""
+        """Return all events of a visit; None if it failed before any."""
         if visit.get("run") is None:
             return None
         path = self.path / visit["run"]
         try:
             return Run.from_json(msgspec.json.decode(gzip.decompress(path.read_bytes())))
-        except EOFError as error:  # must not get out: commands take it for Ctrl-C
+        except EOFError as error:  # must not propagate: commands treat it as Ctrl-C
             raise SpilloverError(f"{path} cannot be read: it ends too early") from error
         except (OSError, zlib.error, msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
             raise SpilloverError(f"{path} cannot be read: {error}") from error
@@ -180,7 +180,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, also when the machine stops."""
+    """Write a file atomically, even if the machine crashes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -194,14 +194,14 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold: what is not a number is null, an unbounded rate the word 'inf'."""
+    """Return a value that JSON can represent: NaN becomes null, infinity the string 'inf'."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     if isinstance(value, bool | int | str) or value is None:
         return value
-    if hasattr(value, "item"):  # a number of numpy's
+    if hasattr(value, "item"):  # a numpy scalar
         return _plain(value.item())
     if isinstance(value, float):
         return value if math.isfinite(value) else None if math.isnan(value) else "inf" if value > 0 else "-inf"
@@ -209,7 +209,7 @@ def _plain(value: Any) -> Any:
 
 
 def difference(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:
-    """Tell in words the first thing in which two experiments differ; None where they are the same."""
+    """Describe the first difference of two experiments; None if they are the same."""
     for key in {**asked, **there}:
         if key not in INCIDENTAL and there.get(key) != asked.get(key):
             old, new = (json.dumps(side.get(key)) for side in (there, asked))

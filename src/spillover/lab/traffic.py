@@ -1,7 +1,7 @@
-"""The load of an experiment: a workload's YAML made into requests, sent to whichever arm runs, and measured.
+"""The load of an experiment: a workload's YAML turned into requests, sent to the running arm, and measured.
 
-Every arm of a pass gets the same requests at the same times; every pass gets others, so that no cache helps a later
-run. Greedy unless the workload says otherwise: arms then do the same work.
+Every arm of a pass gets the same requests at the same times; every pass gets different ones, so that no cache helps a
+later run. Sampling is greedy unless the workload sets it: arms then do the same work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WARMUP_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Measured:
-    """One run, and what is derived from it."""
+    """One run, with the metrics derived from it."""
 
     run: Run
     metrics: Mapping[str, float | None]
@@ -44,7 +44,7 @@ Progress = Callable[["Live"], None]
 
 
 class Load(Protocol):
-    """What the lab asks of a load generator; tests have their own."""
+    """The interface of a load generator; tests have their own."""
 
     def check(self, workload: WorkloadSpec) -> None:
         """Refuse options that no run could use, before anything is started."""
@@ -72,8 +72,8 @@ class ServedLoad:
             raise SpilloverError(f"workload '{workload.group or workload.name}': {error}") from error
 
     def warm_up(self, workload: WorkloadSpec, running: Running, count: int) -> int:
-        """Send at least four at once, so that batches of more than one have been seen as well; as many as are measured
-        at once, where there are enough."""
+        """Send `count` requests, at least four at once, so that batches of several requests have run too, and as many
+        at once as in the measurement, if there are enough."""
         from spillover.bench.serving.batch_load import run_batch
         from spillover.bench.serving.load_processes import run_load
         from spillover.bench.workloads.arrivals import Arrivals
@@ -83,7 +83,7 @@ class ServedLoad:
             return 0
         most = min(len(requests), _count(workload.options, "max-concurrency") or len(requests))
         options = replace(self._options(workload, running.url, running.model_name, seed=0), timeout=WARMUP_SECONDS)
-        if running.batches:  # as they are measured: graphs are captured by the size of a batch
+        if running.batches:  # with the measured batch size, as graphs are captured by size
             return len(run_batch(requests, options).completed)
         arrivals = Arrivals(max_concurrency=max(4, most), self_timed=False)
         return len(run_load(requests, replace(options, arrivals=arrivals, read_counters=False, processes=1)).completed)
@@ -103,7 +103,7 @@ class ServedLoad:
                         None if stats.estimated else stats.working_set_tokens)
 
     def _workload(self, spec: WorkloadSpec, running: Running) -> ServeWorkload:
-        """Make the workload once, from the first server: every arm gets the same tokens."""
+        """Make the workload once, with the first server's tokenizer: every arm gets the same tokens."""
         from spillover.bench.serving.served_model import ServedModel
         from spillover.bench.workloads.make_workload import make_workload
         from spillover.bench.workloads.workload_text import as_text
@@ -115,7 +115,7 @@ class ServedLoad:
         if spec.name not in self._made:
             self._made[spec.name] = make_workload(WorkloadOptions.from_mapping(workload_part(spec.options)), served)
         made = self._made[spec.name]
-        return as_text(made, served) if served is not None and chat else made  # in words by the server that runs now
+        return as_text(made, served) if served is not None and chat else made  # text by the current server's tokenizer
 
     def _options(self, workload: WorkloadSpec, url: str, model: str | None, seed: int) -> LoadOptions:
         from spillover.bench.serving.load import LoadOptions
@@ -193,7 +193,7 @@ def _backend(options: Mapping[str, Any]) -> Kind:
 
 
 def _whole_sessions(requests: list[ServeRequest], count: int) -> list[ServeRequest]:
-    """Return the first `count`; of a chat, turns are kept in order, and no turn without the one before it."""
+    """Return the first `count`; turns of a chat stay in order, and none is kept without the previous one."""
     kept: list[ServeRequest] = []
     turns: dict[int, int] = {}
     for request in requests:

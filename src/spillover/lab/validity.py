@@ -1,7 +1,7 @@
-"""Is a run what it says it is? Every gate looks for one way to mislead, and says what it found.
+"""Checks of whether a run is valid. Every gate detects one way in which a result can mislead, and reports it.
 
-A `Fault` with no metric takes every verdict from its arm; one that names a metric takes that metric's. A `note` is told
-and takes nothing. Gates of one run see a `Sample`; gates of an arm (`across`) see all of its visits beside the
+A `Fault` without a metric removes all verdicts of its arm; one with a metric removes that metric's. A fault that is not
+`fatal` is only reported. Gates of one run get a `Sample`; gates of an arm (`across`) get all of its visits and the
 baseline's. Limits and switches are set by name in an experiment's `gates:`.
 """
 
@@ -22,18 +22,18 @@ from spillover.errors import SpilloverError, did_you_mean
 
 @dataclass(frozen=True)
 class Gates:
-    """What is allowed. Each field is a gate; its value is its limit, False turns it off."""
+    """The gates and their limits. Each field is a gate; its value is its limit, False turns it off."""
 
-    cold_start: float | bool = 3.0  # times that the first requests may be slower than the rest
-    client_saturated: float | bool = 0.9  # share of time that a client's event loop may be busy
-    rate: float | bool = 0.02  # share by which requests may be sent slower or faster than asked
-    contamination: float | bool = 0.01  # share of prompt tokens that may be hits beyond what the workload shares
-    lengths: float | bool = 0.01  # share by which the sum of output tokens may miss what was asked
-    samples: float | bool = 5  # values that must lie beyond a percentile
-    drift: float | bool = 0.10  # change of the ratio to the baseline over the experiment
-    errors: float | bool = 0  # requests that may fail
-    offload: float | bool = 1.0  # times the device's pool that a working set must exceed
-    unequal: float | bool = 0.02  # share by which tokens of an arm may differ from the baseline's
+    cold_start: float | bool = 3.0  # maximum ratio of the first request's time to others'
+    client_saturated: float | bool = 0.9  # maximum share of time for which a client's event loop may be busy
+    rate: float | bool = 0.02  # maximum relative deviation of the sending rate
+    contamination: float | bool = 0.01  # maximum share of prompt tokens that are hits beyond the workload's own sharing
+    lengths: float | bool = 0.01  # maximum relative deviation of the sum of output tokens
+    samples: float | bool = 5  # minimum number of values beyond a percentile
+    drift: float | bool = 0.10  # maximum change of the ratio to the baseline over the experiment
+    errors: float | bool = 0  # maximum number of failed requests
+    offload: float | bool = 1.0  # minimum ratio of the working set to the device's pool
+    unequal: float | bool = 0.02  # maximum relative difference in tokens from the baseline
     version: float | bool = 0  # engine versions may not differ within an arm
 
     @classmethod
@@ -49,7 +49,7 @@ class Gates:
                 raise SpilloverError(f"{where}: there is no gate '{key}'{did_you_mean(name, names, listed=True)}")
             if not isinstance(value, int | float) or math.isnan(value):
                 raise SpilloverError(f"{where}: gate '{name}' takes a limit or false; got '{value}'")
-            if value is not True:  # true is the default limit
+            if value is not True:  # true means the default limit
                 chosen[names[name]] = value
         return cls(**chosen)
 
@@ -57,7 +57,7 @@ class Gates:
         return {name.replace("_", "-"): value for name, value in asdict(self).items()}
 
     def limit(self, gate: str) -> float | None:
-        """Return the limit of a gate; None: turned off."""
+        """Return the limit of a gate; None if it is turned off."""
         value = getattr(self, gate.replace("-", "_"))
         return None if value is False else float(value)
 
@@ -68,9 +68,9 @@ class Fault:
     reason: str
     value: float | None = None
     limit: float | None = None
-    metric: str | None = None  # None: of the whole run
+    metric: str | None = None  # None for the whole run
     fatal: bool = True
-    transient: bool = False  # a busy moment of the machine can cause it: the run may be repeated
+    transient: bool = False  # whether other load on the machine can cause it: the run may be repeated
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,15 +82,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class Sample:
-    """A run and what must be known beside it to judge it. What is not known is None, and its gate says so."""
+    """A run and the facts needed to judge it. Unknown facts are None, and their gate reports that."""
 
     run: Run
-    warmups: int  # requests that the server had answered before
-    metrics: Sequence[str] = ()  # metrics that verdicts will be about
+    warmups: int  # number of requests that the server had answered before
+    metrics: Sequence[str] = ()  # metrics that will have verdicts
     sharing: float | None = None  # share of prompt tokens that an unbounded prefix cache could serve
     working_set: int | None = None  # tokens
     pool: int | None = None  # tokens of KV that the device holds
-    offload: bool = False  # the workload is to exceed the pool
+    offload: bool = False  # whether the workload must exceed the pool
 
     @property
     def completed(self) -> Sequence[RequestRecord]:
@@ -98,13 +98,13 @@ class Sample:
 
 
 HIT_COUNTERS = (("prefix_hits", "prefix_queries"), ("prefix_cache_hits", "prefix_cache_queries"))
-COLD_SECONDS = 0.05  # least delay of a first request that counts: less is the machine's own unrest
-SHARED = 0.1  # share of prompt tokens from which on it must be known who computes a prefix and who finds it
+COLD_SECONDS = 0.05  # least delay of a first request that counts: less is noise of the machine
+SHARED = 0.1  # share of prompt tokens above which it must be known which request computes a prefix
 RunGate = Callable[[Sample, float], Fault | None]
 
 
 def judge(sample: Sample, gates: Gates) -> list[Fault]:
-    """Return every fault of one run."""
+    """Return all faults of one run."""
     found: list[Fault] = []
     for name, gate in RUN_GATES.items():
         limit = gates.limit(name)
@@ -128,7 +128,7 @@ def errors(sample: Sample, limit: float) -> Fault | None:
 
 
 def cold_start(sample: Sample, limit: float) -> Fault | None:
-    """Compare the first request with the others like it: the same turn of its chat, and slower for its work as well."""
+    """Compare the first request with similar ones (the same turn): its delay must also be large for its work."""
     if sample.warmups < 1:
         return Fault("cold-start", "the server had answered no request before: its first ones pay for what later ones "
                                    "find ready; set warmups", 0)
@@ -137,7 +137,7 @@ def cold_start(sample: Sample, limit: float) -> Fault | None:
         return None
     first, peers = done[0], [record for record in done[1:] if record.turn == done[0].turn]
     if len(peers) < 3 or (first.sources is None and (sample.sharing or 0.0) > SHARED):
-        return None  # the first computes what others find cached: by itself that is no cold start
+        return None  # the first request computes prefixes that others hit: that alone is no cold start
     wait, usual = _first_token(first), float(np.median([_first_token(record) for record in peers]))
     per_token = wait / _work(first)
     usual_per_token = float(np.median([_first_token(record) / _work(record) for record in peers]))
@@ -160,7 +160,7 @@ def client_saturated(sample: Sample, limit: float) -> Fault | None:
 
 
 def rate(sample: Sample, limit: float) -> Fault | None:
-    """Compare requests as they were sent with their schedule and with the rate that was asked."""
+    """Compare the times at which requests were sent with their schedule and with the requested rate."""
     details = sample.run.details
     sent = [record for record in sample.run.records if record.turn == 0]  # later turns wait for an answer
     if len(sent) < 2 or details.get("arrival") in (None, "closed", "burst"):
@@ -175,7 +175,7 @@ def rate(sample: Sample, limit: float) -> Fault | None:
     asked = details.get("request_rate")
     if details["arrival"] in ("trace", "ramp-up") or asked in (None, "inf"):
         return None
-    # A random schedule of few requests misses its own rate: four standard errors are chance, more is a mistake.
+    # A random schedule of few requests misses its own rate: up to four standard errors count as chance.
     chance = 4 * _arrival_spread(details) / math.sqrt(len(sent))
     off = delivered / float(asked) - 1
     if abs(off) > limit + chance:
@@ -185,14 +185,14 @@ def rate(sample: Sample, limit: float) -> Fault | None:
 
 
 def contamination(sample: Sample, limit: float) -> Fault | None:
-    """Find contamination: hits beyond what the workload shares within itself, which came from runs before it."""
+    """Find contamination: hits beyond what the workload shares within itself, which come from earlier runs."""
     hits, prompt = cache_hits(sample.run)
     if hits is None or prompt <= 0:
         return Fault("contamination", "the server does not tell its prefix hits: that runs did not reuse each other's "
                                       "prompts rests on fresh prompts alone", fatal=False)
     if sample.sharing is None:
         return None
-    # Some caches match tokens, not blocks of 16, and templates are shared: up to a block a request is not counted.
+    # Some caches match tokens, not blocks of 16, and templates are shared: up to a block per request is not counted.
     slack = min(hits, 16.0 * len(sample.completed)) / prompt
     beyond = hits / prompt - sample.sharing
     if beyond <= limit + slack:
@@ -203,7 +203,7 @@ def contamination(sample: Sample, limit: float) -> Fault | None:
 
 
 def lengths(sample: Sample, limit: float) -> Fault | None:
-    """Find wrong lengths; where an end-of-sequence token may end an answer, only longer ones."""
+    """Find wrong output lengths; if an end-of-sequence token may end an answer, only too long ones."""
     done = sample.completed
     asked = sum(record.asked_output for record in done)
     if not asked:
@@ -232,14 +232,14 @@ def offload(sample: Sample, limit: float) -> Fault | None:
 
 
 def too_few_samples(sample: Sample, least: float) -> list[Fault]:
-    """Find percentiles with hardly any value beyond them, which are the luck of single requests. One fault a metric."""
+    """Find percentiles with too few values beyond them, which depend on single requests; one fault per metric."""
     requests = len(sample.completed)
     return few_samples(sample.metrics, requests, sum(max(0, each.output_tokens - 1) for each in sample.completed),
                        least)
 
 
 def few_samples(metrics: Sequence[str], requests: int, gaps: int, least: float) -> list[Fault]:
-    """Find percentiles with too few samples. `gaps`: between tokens, over all requests."""
+    """Find percentiles with too few samples. `gaps`: number of gaps between tokens, over all requests."""
     found = []
     for metric in metrics:
         share = _beyond(metric)
@@ -268,10 +268,10 @@ RUN_GATES: dict[str, RunGate] = {
 
 @dataclass(frozen=True)
 class ArmSample:
-    """An arm on one workload beside the baseline, pass by pass. A value of None: that visit failed."""
+    """An arm on one workload with the baseline, pass by pass."""
 
-    ratios: Sequence[float]  # ratios of the primary metric to the baseline, one a block
-    tokens: Mapping[str, tuple[float, float]]  # prompt, output: (arm's, baseline's) sums over the passes both have
+    ratios: Sequence[float]  # ratios of the primary metric to the baseline, one per block
+    tokens: Mapping[str, tuple[float, float]]  # by kind (input, output): (arm's, baseline's) sums over common passes
     versions: Sequence[str]
 
 
@@ -286,8 +286,8 @@ def across(sample: ArmSample, gates: Gates) -> list[Fault]:
 
 
 def drift(sample: ArmSample, limit: float) -> Fault | None:
-    """Find a trend of the ratio: one of the two became faster or slower while it was measured. What both share cancels
-    in the ratio; a trend that chance explains is none."""
+    """Find a trend of the ratio: one of the two arms became faster or slower during the measurement. Drift of both
+    cancels in the ratio; a trend that chance explains does not count."""
     count = len(sample.ratios)
     if count < 4 or any(ratio <= 0 for ratio in sample.ratios):
         return None
@@ -318,11 +318,11 @@ def version(sample: ArmSample, _limit: float) -> Fault | None:
     return Fault("version", f"the engine changed meanwhile: {' and '.join(seen)}", len(seen))
 
 
-# What gates measure
+# Quantities that gates measure
 
 
 def cache_hits(run: Run) -> tuple[float | None, float]:
-    """Return prompt tokens found in a cache, of how many; None where neither requests nor counters tell."""
+    """Return (prompt tokens found in a cache, all prompt tokens); (None, 0.0) if neither is reported."""
     told = [record for record in run.completed if record.sources is not None]
     if told:
         prompt = sum(sum((record.sources or {}).values()) for record in told)
@@ -338,7 +338,7 @@ def _first_token(record: RequestRecord) -> float:
 
 
 def _work(record: RequestRecord) -> float:
-    """Return the prompt tokens that had to be computed, as far as the server tells."""
+    """Return the number of prompt tokens that had to be computed, as far as the server reports it."""
     sources = record.sources
     return max(1.0, float(record.prompt_tokens if sources is None else sources.get("computed", record.prompt_tokens)))
 
@@ -355,7 +355,7 @@ def _arrival_spread(details: Mapping[str, Any]) -> float:
 
 
 def _beyond(metric: str) -> float | None:
-    """Return the share of values beyond a percentile; None for means and rates, whose chance the interval shows."""
+    """Return the share of values beyond a percentile; None for means and rates, whose interval shows their noise."""
     if metric.startswith("median_"):
         return 0.5
     found = re.match(r"p(\d+(?:\.\d+)?)_", metric)

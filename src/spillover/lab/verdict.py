@@ -1,16 +1,16 @@
-"""Faster, slower, the same, or undecided: when the lab says which, and when it has seen enough.
+"""Verdicts: faster, slower, same, or undecided; and whether enough blocks have been measured.
 
 A comparison is an arm against the baseline on one workload and one metric. Its ratio is the geometric mean over blocks
-of neighbouring runs, its interval an anytime-valid confidence sequence over blocks (`bench.statistics`): looking after
+of neighbouring runs, its interval an anytime-valid confidence sequence over blocks (`bench.statistics`): checking after
 every block and stopping at the first that decides does not make a wrong verdict more likely.
 
-Many comparisons find a difference somewhere by chance. There are two families, the primary metric over arms and
-workloads, which gives the headline, and apart from it all secondary metrics. All intervals of a family hold at the same
-time with the experiment's confidence (each is made at `1 - confidence` over their number), and a verdict says only what
-its interval says:
+Many comparisons find a difference somewhere by chance. There are two families: the primary metric over arms and
+workloads, which gives the headline, and separately all secondary metrics. All intervals of a family hold simultaneously
+with the experiment's confidence (each is made at `1 - confidence` over their number), and a verdict claims only what
+its interval shows:
 
 - faster, slower: the interval excludes 1;
-- same: the interval lies within `equivalence` of 1, whether or not it excludes 1;
+- same: the interval is within `equivalence` of 1, whether or not it excludes 1;
 - no difference shown: neither, so far.
 
 No verdict is given for fewer than `minimum_blocks` blocks, nor for an arm or a baseline that is not valid.
@@ -29,18 +29,18 @@ FASTER, SLOWER, SAME = "faster", "slower", "same"
 NO_DIFFERENCE, NO_VERDICT = "no difference shown", "no verdict"
 DECIDED = (FASTER, SLOWER, SAME)
 
-# Beside all that ends in _ms. Of the same arrivals, a faster server has fewer requests under way at once.
+# Besides names ending in _ms. With the same arrivals, a faster server has fewer requests in flight.
 LOWER = frozenset({"duration", "failed", "max_concurrent_requests", "mean_concurrent_requests"})
 
 
 def better(metric: str) -> str:
-    """Return which way is good of every name in `run_metrics.metric_names`: lower times, higher rates and shares."""
+    """Return which direction is better for a name of `run_metrics.metric_names`: "lower" or "higher"."""
     return "lower" if metric.endswith("_ms") or metric in LOWER else "higher"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured: `values` of the arm and `base` of the baseline, in pairs; `block` pairs make a block."""
+    """The data of a comparison: `values` of the arm and `base` of the baseline in pairs, `block` pairs per block."""
 
     workload: str
     arm: str
@@ -50,16 +50,16 @@ class Comparison:
     values: tuple[float, ...] = ()
     base: tuple[float, ...] = ()
     block: int = 1
-    barred: str | None = None  # why there may be no verdict, whatever the numbers say
+    barred: str | None = None  # why there can be no verdict, regardless of the values
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What decides, fixed before the first run. `equivalence`: the smallest difference that matters, as a share."""
+    """The rule of verdicts, fixed before the first run. `equivalence`: the smallest relevant difference, as a share."""
 
     confidence: float
     minimum_blocks: int
-    equivalence: float = 0.0  # 0: never the same
+    equivalence: float = 0.0  # 0 for never the same
 
     def level(self, comparisons: int) -> float:
         """Return the confidence of each interval of a family, so that all of them hold together with `confidence`."""
@@ -77,7 +77,7 @@ class Verdict:
     ratio: float | None = None  # arm over baseline
     low: float | None = None
     high: float | None = None
-    confidence: float | None = None  # confidence of [low, high], which is made for its whole family to hold
+    confidence: float | None = None  # confidence of [low, high], such that the whole family holds
     p: float | None = None  # anytime-valid, for this comparison alone
     blocks: int = 0
     equivalence: float = 0.0
@@ -85,27 +85,27 @@ class Verdict:
 
     @property
     def final(self) -> bool:
-        """Return whether more blocks would not change it: it is decided, or can no longer be."""
+        """Return whether more blocks would not change it: it is decided, or cannot be decided any more."""
         return self.verdict in DECIDED or (self.verdict == NO_VERDICT and not self.early)
 
     @property
     def early(self) -> bool:
-        """Return whether there is no verdict only because there are too few blocks."""
+        """Return whether the only reason for no verdict is too few blocks."""
         return self.verdict == NO_VERDICT and self.comparison.barred is None and not _unsound(self.comparison)
 
     @property
     def times(self) -> float | None:
-        """Return how many times as good, or as bad, whichever is 1 or more."""
+        """Return the ratio or its inverse, whichever is 1 or more."""
         return None if self.ratio is None else max(self.ratio, 1 / self.ratio)
 
     @property
     def word(self) -> str:
-        """Return the verdict as a person reads it."""
+        """Return the verdict as displayed."""
         return f"same within {100 * self.equivalence:g}%" if self.verdict == SAME else self.verdict
 
     @property
     def range_text(self) -> str:
-        """Return the interval as a person reads it: how many times better, or worse where the verdict is slower."""
+        """Return the interval as displayed: times better, or times worse if the verdict is slower."""
         if self.low is None or self.high is None or self.ratio is None:
             return ""
         turned = (better(self.comparison.metric) == "lower") != (self.verdict == SLOWER)
@@ -127,7 +127,7 @@ class Verdict:
         return f"{what}: {_times(self.times)} {self.verdict} after {self.blocks} blocks ({interval})"
 
     def blocks_left(self, most: int) -> int:
-        """Estimate how many more blocks will decide it, if they go as those until now; `most` counts from the first."""
+        """Estimate how many more blocks will decide it, if they vary as the earlier ones; `most` limits their total."""
         if self.final:
             return 0
         known = [math.log(ratio) for ratio in self.block_ratios]
@@ -148,7 +148,7 @@ class Verdict:
 
 
 def decide(comparisons: Sequence[Comparison], rule: Rule) -> list[Verdict]:
-    """Decide comparisons in the order given; the two families apart."""
+    """Decide comparisons in the order given; the two families separately."""
     verdicts: dict[int, Verdict] = {}
     for primary in (True, False):
         family = {index: each for index, each in enumerate(comparisons) if each.primary == primary}
@@ -158,7 +158,7 @@ def decide(comparisons: Sequence[Comparison], rule: Rule) -> list[Verdict]:
 
 
 def _decide(comparison: Comparison, rule: Rule, family: int) -> Verdict:
-    """Decide one comparison. `family`: comparisons judged together. A ratio is told even without a verdict."""
+    """Decide one comparison. `family`: number of comparisons judged together. A ratio is always given."""
     why = comparison.barred
     if not comparison.values:
         return Verdict(comparison, NO_VERDICT, why or "no block in which both were measured")

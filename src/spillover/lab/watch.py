@@ -1,4 +1,4 @@
-"""Monitors beside one visit, and what they saw in a Parquet file."""
+"""Monitors during one visit, recorded in a Parquet file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HZ = 2.0
 
 
 class Monitored:
-    """Monitors beside a run: `with watch(engine, path):`. What could not be watched is told once."""
+    """Monitors during a run: `with watch(engine, path):`. Each problem is reported once."""
 
     def __init__(self, tell: Callable[[str], None] = lambda note: None, hz: float = HZ) -> None:
         self._tell, self._hz = tell, hz

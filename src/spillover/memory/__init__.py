@@ -1,1 +1,1 @@
-"""Where blocks live and who may hold them: ids, tokens and counts. No tensor, no model, no HTTP."""
+"""Memory tiers: bookkeeping of KV blocks, expert slots and managed pages, copies between tiers. No models, no HTTP."""

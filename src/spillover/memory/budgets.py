@@ -1,4 +1,4 @@
-"""What a user grants a tier, as it is written on the command line."""
+"""The budget of a disk tier, as it is written on the command line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from spillover.units import parse_bytes
 
 @dataclass(frozen=True)
 class DiskBudget:
-    path: Path  # absolute
+    path: Path  # absolute path of the folder
     capacity_bytes: int
 
 
 def parse_disk(text: str) -> DiskBudget:
-    """Parse '/nvme/kv:200GB'; the size stands behind the last colon, so that a path may have colons of its own."""
+    """Parse '/nvme/kv:200GB'; the size follows the last colon, so the path itself may contain colons."""
     path, colon, size = text.rpartition(":")
     if not colon or not path or not size.strip():
         raise SpilloverError(f"--disk takes PATH:SIZE, such as /nvme/kv:200GB; got '{text}'")

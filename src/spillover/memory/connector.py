@@ -1,8 +1,8 @@
-"""The contract between the scheduler and whatever keeps KV outside the device: lookup, begin, progress, end, poll.
+"""The contract between the scheduler and the tiers that keep KV below the device: lookup, begin, progress, end, poll.
 
-A request that waits is looked up, until `forget`; one that runs may be loaded, from `begin` until `end`. Everything is
-called on the engine's thread and returns at once. Nothing that fails below the device fails a request: what is not
-loaded is computed.
+A waiting request has a lookup until `forget`; a running request may have loads from `begin` until `end`. Every method
+is called on the engine's thread and returns at once. A failure in a lower tier never fails a request: blocks that are
+not loaded are computed.
 """
 
 from __future__ import annotations
@@ -20,99 +20,99 @@ from spillover.memory.tiers.base import Tier
 class Progress:
     """How far the loads of one sequence have come."""
 
-    num_computed: int  # tokens, those counted that were loaded right behind what is computed
-    sources: Mapping[str, int] = field(default_factory=dict)  # tokens taken over by this call, by tier
-    loading: bool = False  # whether loads are still under way
-    ended: bool = True  # whether no token from here on will be loaded
+    num_computed: int  # number of tokens with KV, including loaded ones that directly follow the computed ones
+    sources: Mapping[str, int] = field(default_factory=dict)  # number of loaded tokens that this call added, by tier
+    loading: bool = False  # whether loads are still in flight
+    ended: bool = True  # whether no token after num_computed will be loaded
 
 
 class KVConnector(Protocol):
-    """What the scheduler asks of the tiers. `seq` names a request; one that runs holds blocks of the KV cache."""
+    """The scheduler's interface to the tiers. `seq` is a request's id; a running request holds blocks of the cache."""
 
-    # A request that waits
+    # Waiting requests
 
     def lookup(self, seq: str, tokens: Sequence[int], salt: str | None, coming: bool = False) -> bool:
-        """Ask the tiers what they hold of the prompt, once; returns whether all have answered or had time to.
-        `coming`: another engine is storing its blocks, so those that are missing are asked for again, for as long as
+        """Start one lookup of the prompt in the tiers; return whether all have answered or timed out.
+        `coming`: another engine is storing the prompt's blocks, so missing blocks are looked up again, for as long as
         computing them would take."""
 
     def forget(self, seq: str) -> None:
-        """End the lookup: the request was admitted, or no longer waits."""
+        """End the lookup, because the request was admitted or no longer waits."""
 
-    # A request that runs
+    # Running requests
 
     def begin(self, seq: str, tokens: Sequence[int], salt: str | None) -> int | None:
-        """Start loading the blocks that follow those a newly admitted sequence found on the device, where it is worth
-        it. Returns up to which token it is to be computed meanwhile: all of them if nothing is loaded, and None, having
-        changed nothing, if there is no room yet."""
+        """Start loading the blocks that follow a newly admitted sequence's cached prefix, where loading is worthwhile.
+        Return the number of tokens up to which it may be computed during the load: len(tokens) if nothing is loaded;
+        None, with nothing changed, if there is no room yet."""
 
     def progress(self, seq: str, num_computed: int) -> Progress | None:
-        """Take over what has been loaded; None: the loads cannot end, and the sequence has to start over."""
+        """Add loaded blocks to what is computed; None if the loads cannot complete and the sequence must start over."""
 
     def limit(self, seq: str, num_computed: int, num_tokens: int) -> int:
-        """Return up to which token the sequence is to be computed: what follows is loaded, or may be soon."""
+        """Return the number of tokens up to which to compute the sequence: the next ones are loaded or may be soon."""
 
     def offload(self, seq: str, num_blocks: int) -> bool:
         """Start moving the sequence's oldest blocks to host memory, because the device has no room for more.
 
-        For a sequence that is alone and has no step in flight. True while blocks are on their way, so that room is to
-        come; False if none can be moved. The prefix tree is emptied: all that is left in it belongs to this sequence.
+        The sequence must be the only one and have no step in flight. True while blocks are being moved, which will free
+        room; False if none can be moved. The prefix tree is emptied: all its blocks in use belong to this sequence.
         """
 
     def host_blocks(self, seq: str) -> tuple[int, ...]:
-        """Return the addresses in host memory of the sequence's leading blocks, whose table entries are 0."""
+        """Return the host addresses of the sequence's offloaded leading blocks, whose table entries are 0."""
 
     def end(self, seq: str) -> None:
-        """Drop the sequence's loads and offloaded blocks; called just before the cache releases its blocks."""
+        """Drop the sequence's loads and offloaded blocks; called just before the KV cache releases its blocks."""
 
     # Between steps
 
     def observe(self, prefill_tokens: int, num_tokens: int, seconds: float) -> None:
-        """Learn from a step how long computing takes."""
+        """Update the estimate of compute time from a completed step."""
 
     def reserve(self, num_blocks: int) -> None:
-        """Keep n blocks free for requests that decode: other requests and copies leave them alone."""
+        """Keep num_blocks free for decoding requests: other requests and copies do not use them."""
 
     def poll_loads(self) -> None:
-        """Take in what requests wait for: a small part of poll()."""
+        """Process completed loads only, which requests wait for: a small part of poll()."""
 
     def poll(self, hurried: bool = False) -> None:
-        """Take in copies that have ended, and start new ones. `hurried`: all but loads may wait for another step."""
+        """Process completed copies and start new ones. `hurried`: everything but loads may wait for a later step."""
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a copy may have ended."""
+        """Sleep until a copy may have completed, for at most this many seconds."""
 
     @property
     def busy(self) -> bool:
-        """Return whether copies are under way that poll() would take further."""
+        """Return whether copies are in progress that further calls of poll() would advance."""
 
     @property
     def hands_on(self) -> bool:
-        """Return whether blocks are to leave at once that have not left yet, as other engines may wait for them."""
+        """Return whether blocks that spill eagerly, as other engines may wait for them, are not all copied yet."""
 
-    # All that is stored
+    # Stored blocks
 
     @property
     def tiers(self) -> Sequence[Tier]:
-        """Return the tiers below host memory, which may change without the engine's doing."""
+        """Return the tiers below host memory, whose contents may change without action of the engine."""
 
     def tell(self, events: BlockEvents) -> None:
-        """Tell of every block that the tiers hold now, and from now on of each that comes or goes."""
+        """Report every block that the tiers hold now to `events`, and every later change."""
 
     def reports(self) -> list[TierReport]: ...
 
     def clear(self, external: bool = False) -> None:
-        """Forget what host memory holds; `external`: also what lies on disk and in a remote store."""
+        """Forget the blocks in host memory; `external`: also those in all tiers below it."""
 
     def close(self, deadline: float) -> None:
-        """End all copies. What only the device or host memory has is first written to the tiers that last, in time."""
+        """End all copies; before that, write blocks that only device or host memory has to the tiers below, in time."""
 
     def check(self) -> None:
-        """Assert what must hold between any two steps."""
+        """Assert the invariants that hold between any two steps."""
 
 
 class NullConnector:
-    """The connector where nothing lies below the device: finds nothing, loads nothing, keeps nothing."""
+    """The connector of an engine without lower tiers: it finds, loads and stores nothing."""
 
     busy = False
     hands_on = False
@@ -137,7 +137,7 @@ class NullConnector:
         return ()
 
     def tell(self, events: BlockEvents) -> None:
-        """Tell nothing: there is nothing."""
+        """Report nothing: no tier holds blocks."""
 
     def reports(self) -> list[TierReport]:
         return []

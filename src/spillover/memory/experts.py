@@ -1,7 +1,7 @@
-"""Which expert lies in which slot of the device. Ids only: the bytes are someone else's.
+"""The map from experts to their slots on the device. It handles ids only; callers copy the weights.
 
-Every expert is stored elsewhere and the device holds copies, so one that is evicted is forgotten, not written back.
-A layer has a quota of slots of its own: slots layer * quota and on.
+Every expert has its home elsewhere and the device holds copies, so an evicted expert is dropped, not written back.
+Each layer has its own quota of slots: layer * quota up to, but not including, (layer + 1) * quota.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spillover.memory.policies.experts.protocol import ExpertPolicy
 
 @dataclass(frozen=True)
 class CacheCounts:
-    """Counts since the cache was made, in experts that steps asked for."""
+    """Counts since the cache was created, in experts."""
 
     hits: int = 0
     misses: int = 0
@@ -38,8 +38,8 @@ class ExpertCache:
         policy.on_load(layers, experts, self.quota)
         self._slot_of: list[dict[int, int]] = [{} for _ in range(layers)]  # expert -> slot
         self._free = [list(range(layer * self.quota, (layer + 1) * self.quota))[::-1] for layer in range(layers)]
-        self._withheld: list[list[int]] = [[] for _ in range(layers)]  # lent to somebody else
-        self._used: list[dict[int, int]] = [{} for _ in range(layers)]  # expert -> when
+        self._withheld: list[list[int]] = [[] for _ in range(layers)]  # slots of each layer that are lent
+        self._used: list[dict[int, int]] = [{} for _ in range(layers)]  # expert -> clock at its last use
         self._clock = 0
         self._counts = [0, 0, 0, 0]
 
@@ -58,7 +58,7 @@ class ExpertCache:
         return self._slot_of[layer].keys()
 
     def ask(self, layer: int, expert: int) -> int | None:
-        """Return the slot of an expert that is about to be used; None: it is not there, and counts as missed."""
+        """Return the slot of an expert that is about to be used; None if it has none, which counts as a miss."""
         slot = self._slot_of[layer].get(expert)
         self._counts[0 if slot is not None else 1] += 1
         if slot is not None:
@@ -67,9 +67,9 @@ class ExpertCache:
 
     def take(self, layer: int, expert: int, keep: Collection[int] = (), asked: bool = True,
              pinned: bool = False) -> int | None:
-        """Return a slot for an expert that is not there, which has it from now on. `keep`: experts that must stay
-        meanwhile. None: every slot holds one of those, or of infinite worth. `asked`: for a step, rather than ahead of
-        one; `pinned`: also the slot of one of infinite worth."""
+        """Assign a slot to an expert that has none and return it; evict another expert if no slot is free.
+        `keep`: experts that must not be evicted. `asked`: a step needs it now; False for a prefetch. `pinned`: experts
+        of infinite worth may be evicted too. None if there is no expert that may be evicted."""
         if expert in self._slot_of[layer]:
             raise ValueError(f"expert {expert} of layer {layer} is there already")
         if self._free[layer]:
@@ -87,7 +87,7 @@ class ExpertCache:
         return slot
 
     def lend(self, layer: int) -> range:
-        """Take a slot out of the layer's use, evicting if need be; none where only one is left to be had."""
+        """Withhold a slot from the layer, evicting if need be; empty if no other unpinned slot would remain."""
         worth = self.policy.worth(layer)
         pinned = sum(worth[expert] == float("inf") for expert in self._slot_of[layer])
         if self.usable(layer) - pinned <= 1:
@@ -103,7 +103,7 @@ class ExpertCache:
         return range(slot, slot + 1)
 
     def usable(self, layer: int) -> int:
-        """Return the slots of a layer that are not lent."""
+        """Return the number of slots of a layer that are not lent."""
         return self.quota - len(self._withheld[layer])
 
     def give_back(self, layer: int, slots: range) -> None:
@@ -117,7 +117,7 @@ class ExpertCache:
             self._slot_of[layer].clear()
 
     def check(self) -> None:
-        """Assert that free, taken and lent slots of a layer are its quota, each once."""
+        """Assert that the free, taken and lent slots of every layer add up to its quota, without duplicates."""
         for layer in range(self.layers):
             slots = [*self._free[layer], *self._slot_of[layer].values(), *self._withheld[layer]]
             assert sorted(slots) == list(range(layer * self.quota, (layer + 1) * self.quota)), (layer, slots)

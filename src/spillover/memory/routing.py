@@ -1,8 +1,8 @@
-"""Recorded routing: which experts real tokens went to, read from a log and played through a cache.
+"""Recorded routing: which experts real tokens were routed to, read from a log and replayed through an expert cache.
 
-A log is a CSV file with a header and a row a choice: turn, phase (0 prefill, 1 decode), step, layer, slot, expert,
-weight. `extended` makes it wider where fewer experts a token were recorded than the model has: those beyond the
-recorded ones are drawn by how often the layer chose each, so that a replay says "replayed, extended" and no more.
+A log is a CSV file with a header and one row per choice: turn, phase (0 prefill, 1 decode), step, layer, slot, expert,
+weight. `extended` widens a log that has fewer experts per token than the model chooses: the additional ones are drawn
+by how often the layer chose each, so results of such a replay are labelled "replayed, extended".
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from spillover.errors import SpilloverError
 from spillover.memory.experts import CacheCounts, ExpertCache
 from spillover.memory.policies.experts.protocol import ExpertPolicy
 
-Trace = list[list[list[int]]]  # step, layer -> experts, in the router's order
+Trace = list[list[list[int]]]  # the experts of each step and layer, in the router's order
 
 
 def read_log(path: str | Path, phase: int | None = 1) -> Trace:
-    """Return the decode steps of a log (prefill ones, or with None all), in order; every step has all layers."""
+    """Return the steps of one phase of a log (all steps if None), in order; steps that lack a layer are left out."""
     steps: dict[tuple[int, int, int], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
@@ -44,8 +44,8 @@ def read_log(path: str | Path, phase: int | None = 1) -> Trace:
 
 
 def extended(trace: Trace, experts: int, k: int, layers: int | None = None, seed: int = 0) -> Trace:
-    """Extend a trace to k experts a token: the recorded ones, then others drawn by the layer's own frequencies, none
-    twice. `layers`: as many, the recorded ones over and over."""
+    """Extend a trace to k distinct experts per token: the recorded ones, then others drawn by how often the layer chose
+    them. `layers`: number of layers of the result, which repeats the recorded layers."""
     rng = np.random.default_rng(seed)
     recorded = len(trace[0])
     counts = np.full((recorded, experts), 0.0)
@@ -68,13 +68,13 @@ def extended(trace: Trace, experts: int, k: int, layers: int | None = None, seed
 
 
 def uniform(steps: int, layers: int, experts: int, k: int, seed: int = 0) -> Trace:
-    """Return every expert as likely as any other, which is how random weights route."""
+    """Return a trace in which every expert is equally likely, as random weights would route."""
     rng = np.random.default_rng(seed)
     return [[rng.choice(experts, k, replace=False).tolist() for _ in range(layers)] for _ in range(steps)]
 
 
 def simulate(trace: Trace, experts: int, quota: int, policy: ExpertPolicy, warm: int = 0) -> CacheCounts:
-    """Play a trace through a cache that begins with each layer's first experts; `warm` steps do not count."""
+    """Replay a trace through a cache that starts with each layer's first experts; do not count `warm` initial steps."""
     cache = ExpertCache(len(trace[0]), experts, quota, policy)
     for layer in range(cache.layers):
         for expert in range(cache.quota):

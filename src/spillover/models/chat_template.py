@@ -1,8 +1,8 @@
-"""A model's chat template, rendered within limits: it comes with a checkpoint, and nobody has read it.
+"""Rendering of chat templates within limits, as a checkpoint's template is untrusted code.
 
-Jinja's sandbox keeps a template from reaching anything but what it is given. Here its time, its memory and its output
-are bounded too: each pass of a loop and each call looks at the clock, the size of each value is known before it is made
-or as soon as it is, and what would exceed a limit raises TemplateLimit.
+Jinja's sandbox prevents a template from accessing anything but its variables. Here its time, memory and output are
+bounded too: each loop iteration and each call checks the clock, the size of each value is checked before or directly
+after it is made, and exceeding a limit raises TemplateLimit.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from jinja2.utils import Namespace
 
 from spillover.errors import RequestError
 
-MAX_SOURCE = 1 << 20  # characters of a template
+MAX_SOURCE = 1 << 20  # characters of a template's source
 MAX_SECONDS = 3.0  # CPU time for one rendering
-MAX_VALUE = 32 << 20  # characters of a text, values in a list with all that it holds
-MAX_MADE = 128 << 20  # characters and values that one rendering may make in all
-MAX_WIDTH = 100_000  # widest that a text may be padded to
-MAX_INDENT = 256  # indent of JSON and of wrapped lines
-MAX_BITS = 4096  # largest whole number, in bits
+MAX_VALUE = 32 << 20  # characters of a text, or elements of a list including nested ones
+MAX_MADE = 128 << 20  # characters and elements made by one rendering in total
+MAX_WIDTH = 100_000  # characters that a text may be padded to
+MAX_INDENT = 256  # indentation of JSON, and width of wrapped lines
+MAX_BITS = 4096  # bits of a whole number
 
-_WIDTHS = {"center", "ljust", "rjust", "zfill"}  # methods of a text that take one
+_WIDTHS = {"center", "ljust", "rjust", "zfill"}  # string methods with a width parameter
 _SIZED_FILTERS = {"center", "truncate", "batch", "slice", "round"}
 _REFUSED_METHODS = {"encode", "expandtabs", "format_map", "maketrans", "translate"}
-_WIDE = re.compile(r"\d{6,}|%[^a-zA-Z%]*\*|\{[^}]*\{")  # in a format
+_WIDE = re.compile(r"\d{6,}|%[^a-zA-Z%]*\*|\{[^}]*\{")  # width of six digits or more, or a computed one, in a format
 
 
 class TemplateLimit(RequestError):  # noqa: N818
-    """Rendering would take more than a template may."""
+    """Rendering would exceed a limit."""
 
     code = "chat_template_limit"
 
 
 class ChatTemplates:
-    """A compiler and renderer of templates; safe from any thread."""
+    """A thread-safe compiler and renderer of chat templates."""
 
     def __init__(self) -> None:
         self._environment = _Environment()
         self._compiled: dict[str, Template] = {}
 
     def compile(self, source: str) -> Template:
-        """Compile a template; TemplateError where it is none."""
+        """Compile a template, cached by its source. Raises TemplateError if it is invalid."""
         template = self._compiled.get(source)
         if template is None:
             if len(source) > MAX_SOURCE:
@@ -67,7 +67,7 @@ class ChatTemplates:
         return template
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """Render messages; RequestError with the reason where it cannot be done."""
+        """Render a template. Raises RequestError with the reason if that fails."""
         try:
             template = self.compile(source)
             with self._environment.metered():
@@ -83,7 +83,7 @@ class ChatTemplates:
 
 
 class _Meter:
-    """What one rendering has used."""
+    """The resources used by one rendering."""
 
     def __init__(self) -> None:
         self._until = time.thread_time() + MAX_SECONDS
@@ -96,7 +96,7 @@ class _Meter:
             raise TemplateLimit(f"the chat template takes longer than {MAX_SECONDS:g} s to render these messages")
 
     def make(self, count: int) -> None:
-        """Refuse a value of this many characters or elements, or count it."""
+        """Count a value of `count` characters or elements; raises TemplateLimit if that exceeds a limit."""
         if count > MAX_VALUE:
             raise TemplateLimit(f"the chat template makes a value of more than {MAX_VALUE:,} characters or elements")
         self._left -= count
@@ -105,7 +105,7 @@ class _Meter:
 
 
 class _CodeGenerator(CodeGenerator):
-    """A generator whose lists, dictionaries and joined texts pass through the environment, which sees their size."""
+    """A code generator that passes lists, dictionaries and joined texts through the environment, which counts them."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
         self.write("environment.joined((")
@@ -120,7 +120,7 @@ class _CodeGenerator(CodeGenerator):
         self.write(")")
 
     def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
-        if node.ctx != "load":  # a target of an assignment
+        if node.ctx != "load":  # the target of an assignment
             super().visit_Tuple(node, frame)
             return
         self.write("environment.made(")
@@ -134,13 +134,13 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja as transformers sets it up, so that a template renders to the same bytes."""
+    """A Jinja environment configured as in transformers, so that templates render to the same bytes, with limits."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
     code_generator_class = _CodeGenerator
 
     def __init__(self) -> None:
-        # Not optimised: constants would be computed while compiling, outside the limits.
+        # Not optimised, as that would compute constants while compiling, outside the limits.
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=self._shown,
                          extensions=[_GenerationBlock, loopcontrols])
         self._own = threading.local()
@@ -157,16 +157,16 @@ class _Environment(ImmutableSandboxedEnvironment):
     @property
     def _meter(self) -> _Meter:
         meter: _Meter | None = getattr(self._own, "meter", None)
-        return meter if meter is not None else _Meter()  # none: a template is being compiled
+        return meter if meter is not None else _Meter()  # None while compiling a template
 
-    # What compiled templates call
+        # Functions that compiled templates call
 
     def tick(self) -> str:
         self._meter.tick()
         return ""
 
     def made(self, value: Any) -> Any:
-        """Return a value that has just been made: counted, and refused where writing it out would be too long."""
+        """Count a new value and return it; raises TemplateLimit if it, or its text, would be too large."""
         meter = self._meter
         if isinstance(value, str):
             meter.make(len(value))
@@ -216,7 +216,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     # Limits
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse, with a look at the clock at the beginning of every loop's body."""
+        """Parse a template, inserting a clock check at the beginning of every loop's body."""
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             look = nodes.ExprStmt(nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None))
@@ -225,7 +225,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def _shown(self, value: Any) -> Any:
-        """Return what is written into the output."""
+        """Count a value that is written to the output, and return it."""
         if isinstance(value, str):
             self._meter.make(len(value))
         elif isinstance(value, list | tuple | dict | set | Namespace):
@@ -255,7 +255,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             self._meter.make(len(text) + text.count(old) * max(0, len(new) - len(old)))
 
     def _limited(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that counts what it makes, and refuses what would be too much before making it."""
+        """Wrap a filter to count its result, and to refuse a result that would be too large before it is made."""
         skipped = 1 if hasattr(work, "jinja_pass_arg") else 0
 
         @functools.wraps(work)
@@ -291,7 +291,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Metered:
-    """One rendering in this thread."""
+    """A context in which this thread counts one rendering."""
 
     def __init__(self, own: threading.local) -> None:
         self._own = own
@@ -305,7 +305,7 @@ class _Metered:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks what the assistant wrote, for training; here it renders as if it were not there."""
+    """{% generation %} blocks, which mark the assistant's text for training; here they render as their content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -315,7 +315,7 @@ class _GenerationBlock(Extension):
 
 
 def _weigh(value: Any, meter: _Meter) -> int:
-    """Return the characters and elements of a value written out, however often it holds the same part."""
+    """Return the number of characters and elements of a value; an object contained twice counts twice."""
     if isinstance(value, str):
         return len(value)
     weight, stack = 0, [value]
@@ -335,7 +335,7 @@ def _weigh(value: Any, meter: _Meter) -> int:
 
 
 def _width(option: Any) -> int:
-    """Return the characters that an option adds where it is written."""
+    """Return the number of characters that an option of a filter adds wherever it is inserted."""
     if isinstance(option, list | tuple):
         return max(map(_width, option), default=0)
     return len(option) if isinstance(option, str) else option if isinstance(option, int) else 0
@@ -358,7 +358,7 @@ def _check_bits(bits: int) -> None:
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
              separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    """Write JSON without the escapes for HTML that jinja's own filter makes."""
+    """Serialise to JSON, without the HTML escapes of jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

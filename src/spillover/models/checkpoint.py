@@ -1,4 +1,4 @@
-"""A model's files behind one face: HF's config keys, tensor names and conventions, whatever the format on disk."""
+"""One interface for checkpoints of all file formats: HF's config keys, tensor names and conventions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Protocol):
-    """A model on disk. Tensors are read one at a time and own their memory: nothing stays mapped after a read."""
+    """A model on disk. Tensors are read one at a time and own their memory; no file stays mapped after a read."""
 
     path: Path
-    # As in config.json, plus "generation_eos_token_id", every id that ends a generation, and "codes", the GGUF types of
-    # the tensors that `read_codes` reads, by their names.
+    # The keys of config.json, "generation_eos_token_id" (all ids that end a generation), and "codes" (the GGUF types of
+    # the tensors that `read_codes` can read, by their names).
     config: dict[str, Any]
 
     def names(self) -> set[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def dtype(self, name: str) -> torch.dtype: ...  # the type that `read` gives
+    def dtype(self, name: str) -> torch.dtype: ...  # the type that `read` returns
 
     def file(self, name: str) -> Path: ...  # the file that holds the tensor
 
@@ -34,10 +34,10 @@ class Checkpoint(Protocol):
         """Return the tensor, or one entry of its first dimension."""
 
     def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
-        """Return a part of the tensor, and read little else where that can be."""
+        """Return a part of the tensor; reads only that part where the format allows it."""
 
     def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> Codes:
-        """Return a matrix as it is stored, or [start, stop) of its rows."""
+        """Return a matrix as codes, as it is stored, or its rows [start, stop)."""
 
     def close(self) -> None: ...
 
@@ -49,7 +49,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a checkpoint after checking that every file is whole; reads no tensor."""
+    """Open a checkpoint after checking that every file is complete; reads no tensor."""
     from spillover.models.gguf.gguf_file import GGUFCheckpoint
     from spillover.models.safetensors_folder import SafetensorsCheckpoint
 
@@ -64,7 +64,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return the checkpoint's config alone; a folder needs no weights for it, which is all that random weights ask."""
+    """Return only the checkpoint's config. A folder needs no weights for it, so dummy weights work without any."""
     from spillover.models.safetensors_folder import read_config as read_folder_config
 
     path = Path(path).expanduser()

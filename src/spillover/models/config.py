@@ -1,4 +1,4 @@
-"""The shape of a model, whatever file it came from. Parsed once, never mutated; knows no tensors."""
+"""The configuration of a model, independent of its file format. Parsed once and never mutated; has no tensors."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 from spillover.errors import CheckpointError, shown
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-MOST = 2**31 - 1  # largest size that a file may state
+MOST = 2**31 - 1  # maximum of sizes in a file
 MOST_NUMBER = 1e18
 MOST_LAYERS, MOST_EXPERTS = 10_000, 65_536
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")  # that quantise checkpoints of all architectures
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")  # quantisations supported for all architectures
 _LIMITS = {"num_hidden_layers": MOST_LAYERS, "num_local_experts": MOST_EXPERTS, "num_experts": MOST_EXPERTS}
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """The scaling of a rope; only the fields of its kind are read."""
+    """The scaling of rotary embeddings; only the fields of its kind are used."""
 
     kind: str  # "linear" | "llama3" | "yarn"
     factor: float = 1.0
     original_max_position: int = 0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
+    low_freq_factor: float = 1.0  # llama3 only
+    high_freq_factor: float = 4.0  # llama3 only
+    beta_fast: float = 32.0  # yarn only
+    beta_slow: float = 1.0  # yarn only
     attention_factor: float | None = None  # yarn; None: 0.1 * ln(factor) + 1
     truncate: bool = True  # yarn: round the correction range to whole dimensions
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    architecture: str  # as in config.json's "architectures", e.g. "LlamaForCausalLM"
+    architecture: str  # class name from config.json's "architectures", e.g. "LlamaForCausalLM"
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -47,7 +47,7 @@ class ModelConfig:
     max_position: int
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
-    windows: tuple[int | None, ...] = ()  # one a layer; None: full attention
+    windows: tuple[int | None, ...] = ()  # window of each layer in tokens; None: full attention
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -57,14 +57,14 @@ class ModelConfig:
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     norm_topk_prob: bool = True
-    dense_layers: tuple[int, ...] = ()  # layers without experts in a mixture model
-    expert_format: str = "dense"  # quant_method of the weight format that experts are kept in
+    dense_layers: tuple[int, ...] = ()  # layers of a mixture model that have no experts
+    expert_format: str = "dense"  # quant_method of the experts' weight format
     quantization: Mapping[str, Any] = field(default_factory=dict)  # config.json's quantization_config
     swiglu_limit: float | None = None
-    dtype: str = "float32"  # as stored
+    dtype: str = "float32"  # type of the weights in the checkpoint
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    # Layers of a head that drafts, whose KV lies in the model's blocks; not part of what the model is.
+    # Layers of a draft head, whose KV is stored in the model's blocks; not part of the model's identity.
     head_layers: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
@@ -86,9 +86,9 @@ def parse_config(
     head_dim: int | None = None,
     **fields: Any,
 ) -> ModelConfig:
-    """Return what every architecture shares, from a config.json; `fields` are the architecture's own.
+    """Parse the settings that all architectures share from a config.json; `fields`: those of the architecture.
 
-    `theta`, `eps` and `head_dim` are the architecture's defaults for a file that leaves them out.
+    `theta`, `eps` and `head_dim` are the architecture's defaults for files that omit them.
     """
     architecture = str((hf.get("architectures") or ["the model"])[0])
     activation = hf.get("hidden_act", "silu")
@@ -96,7 +96,7 @@ def parse_config(
         raise CheckpointError(f"config.json: hidden_act {shown(activation)} is not supported by {architecture}, only "
                               "'silu'")
     quantization = section(hf, "quantization_config")
-    if quantization:  # a format may keep its scales in the model's type
+    if quantization:  # a format may store its scales in the model's type
         quantization = {**quantization, "dtype": _dtype(hf).removeprefix("torch.")}
     _check_quantization(quantization, fields.get("expert_format", "dense"))
     heads = require(hf, "num_attention_heads")
@@ -108,7 +108,7 @@ def parse_config(
     if size < 2 or size % 2:
         raise CheckpointError(f"config.json: head_dim {size} is not supported; it must be an even number for rope")
     rope_theta, rope_scaling = parse_rope(hf, theta)
-    # The first is what a checkpoint adds from generation_config.json, where chat models list their turn ends.
+    # The former key is added by checkpoints from generation_config.json, where chat models list end-of-turn tokens.
     eos = hf.get("generation_eos_token_id", hf.get("eos_token_id"))
     parsed: dict[str, Any] = {
         "architecture": architecture,
@@ -144,7 +144,7 @@ def require(hf: Mapping[str, Any], key: str) -> int:
 
 
 def optional(hf: Mapping[str, Any], key: str, least: int = 1) -> int | None:
-    """Return a count: a whole number that a model may have; None where the file has none."""
+    """Return a whole number from `least` to the key's maximum; None if the file does not have it."""
     value, most = hf.get(key), _LIMITS.get(key, MOST)
     if value is None:
         return None
@@ -156,7 +156,7 @@ def optional(hf: Mapping[str, Any], key: str, least: int = 1) -> int | None:
 
 
 def number(hf: Mapping[str, Any], key: str, default: float) -> float:
-    """Return a positive finite number; the default where the file has none, or 0."""
+    """Return a positive finite number; the default if it is missing or 0."""
     value = hf.get(key) or default
     if type(value) not in (int, float) or not 0 < value <= MOST_NUMBER:
         raise CheckpointError(f"config.json: '{key}' is {shown(value)}, not a positive number")
@@ -171,7 +171,7 @@ def section(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def token_ids(value: object, key: str, file: object = "config.json") -> tuple[int, ...]:
-    """Return one id, a list of them, or none."""
+    """Return token ids from a value that is one id, a list of ids, or None."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     for index in ids:
         if type(index) is not int or not 0 <= index <= MOST:
@@ -180,12 +180,12 @@ def token_ids(value: object, key: str, file: object = "config.json") -> tuple[in
 
 
 def named(name: str) -> str:
-    """Return a tensor's name as it is, unless it does not belong in a sentence."""
+    """Return a tensor's name for an error message: as it is, or its repr if it is long or not printable."""
     return name if name.isprintable() and 0 < len(name) <= 120 else shown(name)
 
 
 def parse_rope(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
-    """Parse base and scaling from `rope_parameters` (new files) or `rope_theta` and `rope_scaling` (older ones)."""
+    """Parse rope base and scaling from `rope_parameters` (new files) or `rope_theta` and `rope_scaling` (old files)."""
     rope = section(hf, "rope_scaling") or section(hf, "rope_parameters")
     per_layer_type = [value for value in rope.values() if isinstance(value, Mapping)]
     if per_layer_type:
@@ -222,15 +222,15 @@ def parse_rope(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling 
 
 
 def expert_format(hf: Mapping[str, Any]) -> str:
-    """Return the format that experts are kept in: that of all linears."""
-    from spillover.kernels.formats.base import registered  # imports torch, which who only reads a config does without
+    """Return the quant_method of the experts' format, which is that of all linears."""
+    from spillover.kernels.formats.base import registered  # imported here, as reading a config does not need torch
 
     found = registered(section(hf, "quantization_config").get("quant_method"))
     return "dense" if found is None or found.experts_only else found.quant_method
 
 
 def parse_windows(hf: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[int | None, ...]:
-    """Return one window a layer, from its type."""
+    """Return the window of each layer, from the layers' types."""
     if not isinstance(layer_types, list):
         raise CheckpointError(f"config.json: 'layer_types' is {shown(layer_types)}, not a list")
     for kind in layer_types:

@@ -1,9 +1,9 @@
-"""EAGLE-3 heads: one decoder layer that drafts from hidden states of the model that it was trained beside.
+"""EAGLE-3 heads: one decoder layer that drafts from hidden states of the model that it was trained for.
 
-A row of the head is a token and what the model thought one position before it: `fc` makes one vector of the model's
-hidden states after some of its layers, and from then on, while it drafts, the head's own output stands in for that.
+A row of the head is a token and the model's state at the position before it: `fc` makes one vector of the model's
+hidden states after some of its layers; for further draft tokens, the head's own output takes the place of that vector.
 Slot p of its KV belongs to token p and the hidden states of position p - 1 (zeros for position 0), so that no block of
-KV depends on a token behind it; it lies as one more layer in the model's own blocks.
+KV depends on a later token. The head's KV is stored as one more layer in the model's blocks.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs
 if TYPE_CHECKING:
     from spillover.models.checkpoint import Checkpoint
 
-PART = "eagle3"  # the head's weights, all in one part
-LAYERS = ("midlayer.", "layers.0.")  # what names of the layer's tensors begin with, by who wrote the checkpoint
-NUM_TAPS = 3  # hidden states that `fc` reads, where the configuration says nothing else
+PART = "eagle3"  # the part that has all of the head's weights
+LAYERS = ("midlayer.", "layers.0.")  # alternative prefixes of the names of the layer's tensors
+NUM_TAPS = 3  # default number of hidden states that `fc` reads
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The shape of a head."""
+    """The configuration of a head."""
 
     layer: ModelConfig
     draft_vocab_size: int
-    taps: tuple[int, ...]  # layers of the model whose inputs the head reads: 2 is what comes out of the second layer
-    own_embedding: bool  # else it shares that of the model
-    mapped: bool  # `d2t` says which token of the model each of its tokens is; else they are the same
-    norm_before_residual: bool = False  # what is added to the layer's output is normed first
-    norm_before_fc: bool = False
-    norm_output: bool = False  # what stands in for hidden states, from pass to pass, is normed
+    taps: tuple[int, ...]  # layers of the model whose inputs the head reads: 2 is the output of the second layer
+    own_embedding: bool  # whether it has an embedding; otherwise it uses the model's
+    mapped: bool  # whether tensor `d2t` maps its tokens to the model's; otherwise the ids are the same
+    norm_before_residual: bool = False  # whether the residual of the layer is normed
+    norm_before_fc: bool = False  # whether the input of `fc` is normed
+    norm_output: bool = False  # whether the output that replaces hidden states in the next pass is normed
 
 
 class HeadWeights(LayerWeights, total=False):
@@ -56,11 +56,11 @@ class HeadWeights(LayerWeights, total=False):
     norm: Tensor
     lm_head: Linear
     embedding: Linear
-    targets: Tensor  # [draft vocabulary] int64: the model's token for each of the head's
+    targets: Tensor  # [draft vocabulary] int64: the model's token id for each of the head's tokens
 
 
 def read_head(hf: Mapping[str, Any], path: Path, target: ModelConfig, names: set[str] | None) -> HeadConfig:
-    """Return the shape of a head for a model. `names`: of its tensors; None: its weights are made up."""
+    """Parse the configuration of a head for a model. `names`: of its tensors; None: it has dummy weights."""
     try:
         return _parsed(hf, target, names)
     except CheckpointError as error:
@@ -84,7 +84,7 @@ def _parsed(hf: Mapping[str, Any], target: ModelConfig, names: set[str] | None) 
     if (layer.num_kv_heads, layer.head_dim) != (target.num_kv_heads, target.head_dim):
         raise CheckpointError(f"this EAGLE-3 head has {layer.num_kv_heads} key/value heads of {layer.head_dim}, and "
                               f"the model {target.num_kv_heads} of {target.head_dim}: its KV does not fit into the "
-                              "model's blocks, and has no others")
+                              "model's blocks, where it would be stored")
     for flag, most in (("fc_norm", False), ("use_aux_hidden_state", True)):
         if bool(said.get(flag, most)) != most:
             raise CheckpointError(f"an EAGLE-3 head with {flag} {said[flag]} is not supported")
@@ -108,7 +108,7 @@ def _taps(said: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
         if count not in (None, NUM_TAPS):
             raise CheckpointError(f"this EAGLE-3 head reads hidden states of {shown(count)} layers, and does not say "
                                   "of which (eagle_aux_hidden_state_layer_ids)")
-        given = [2, layers // 2, layers - 3]  # as vLLM
+        given = [2, layers // 2, layers - 3]  # as in vLLM
     if not isinstance(given, list) or not given or any(type(tap) is not int for tap in given):
         raise CheckpointError(f"eagle_aux_hidden_state_layer_ids is {shown(given)}, not a list of layers")
     wrong = [tap for tap in given if not 0 <= tap < layers]
@@ -150,14 +150,14 @@ def head_specs(config: HeadConfig) -> WeightSpecs:
 
 
 def check_head(checkpoint: Checkpoint, config: HeadConfig, target: ModelConfig) -> None:
-    """Look for every tensor of a head, and hold their shapes and its tokens against what they should be."""
+    """Check that a checkpoint has all tensors of a head, with the right shapes, and valid token ids."""
     checkpoint_tensors(checkpoint, config.layer, head_specs(config))
     if config.mapped:
         read_targets(checkpoint, config, target)
 
 
 def read_targets(checkpoint: Checkpoint, config: HeadConfig, target: ModelConfig) -> Tensor:
-    """Return the model's token for each of the head's."""
+    """Return the model's token id for each of the head's tokens."""
     found = checkpoint.read("d2t")
     if tuple(found.shape) != (config.draft_vocab_size,) or found.dtype.is_floating_point:
         raise CheckpointError(f"{checkpoint.file('d2t')}: tensor 'd2t' is {found.dtype} {list(found.shape)}, expected "
@@ -171,7 +171,7 @@ def read_targets(checkpoint: Checkpoint, config: HeadConfig, target: ModelConfig
 
 
 def dummy_targets(config: HeadConfig, target: ModelConfig) -> Tensor:
-    """Return tokens spread over the model's vocabulary."""
+    """Return a mapping of the head's tokens for dummy weights: spread evenly over the model's vocabulary."""
     return torch.arange(config.draft_vocab_size) * target.vocab_size // config.draft_vocab_size
 
 
@@ -190,7 +190,7 @@ def _tensor(name: str, tensors: str | tuple[str, ...], rows: int | tuple[int, ..
 
 
 class EagleHead:
-    """What a head computes; it is handed weights, KV and embeddings of tokens, and holds none of them."""
+    """The computation of a head. Weights, KV and token embeddings are passed to each call; it holds none of them."""
 
     def __init__(self, config: HeadConfig, device: torch.device, dtype: torch.dtype, num_positions: int) -> None:
         layer = config.layer
@@ -201,21 +201,21 @@ class EagleHead:
         self.kernels = kernels_on(device, self.shape, self.cos, self.sin)
 
     def fuse(self, features: Tensor, w: HeadWeights) -> Tensor:
-        """Turn hidden states of the model [T, taps * hidden] into one vector a row [T, hidden]."""
+        """Fuse hidden states of the model [T, taps * hidden] into one vector per row [T, hidden]."""
         if self.config.norm_before_fc:
             features = self.kernels.rms_norm(features, w["fc_norm"])
         return linear(features, w["fc"])
 
     def store(self, embedded: Tensor, before: Tensor, w: HeadWeights, kv_layer: Tensor, batch: AttentionBatch) -> None:
-        """Store keys and values of rows, which is all that other rows of the only layer see of them.
+        """Store the keys and values of rows; nothing else of them is needed, as the head has one layer only.
 
-        `embedded` [T, hidden]: their tokens; `before` [T, hidden]: fused hidden states of the positions before.
+        `embedded` [T, hidden]: embedded tokens; `before` [T, hidden]: fused hidden states of the previous positions.
         """
         self.kernels.store(self._inputs(embedded, before, w)[0], w, kv_layer, batch)
 
     def draft(self, embedded: Tensor, before: Tensor, w: HeadWeights, kv_layer: Tensor, batch: AttentionBatch,
               window: int | None) -> tuple[Tensor, Tensor]:
-        """Return logits [T, draft vocabulary] of the tokens that follow, and what stands in for hidden states."""
+        """Return logits [T, draft vocabulary] of the next tokens, and the hidden states for the next pass."""
         x, residual = self._inputs(embedded, before, w)
         x = self.kernels.attend(x, w, kv_layer, batch, window, 0)
         x, residual = self.kernels.mlp_block(x, residual, w)
@@ -223,7 +223,7 @@ class EagleHead:
         return linear(normed, w["lm_head"]), normed if self.config.norm_output else total
 
     def _inputs(self, embedded: Tensor, before: Tensor, w: HeadWeights) -> tuple[Tensor, Tensor]:
-        """Return what the attention reads [T, 2 * hidden], and what is added to its output [T, hidden]."""
+        """Return the input of the attention [T, 2 * hidden], and its residual [T, hidden]."""
         normed = self.kernels.rms_norm(before, w["hidden_norm"])
         tokens = self.kernels.rms_norm(embedded, w["input_norm"])
         return torch.cat((tokens, normed), dim=-1), normed if self.config.norm_before_residual else before

@@ -1,6 +1,6 @@
-"""A checkpoint written as a Hugging Face folder: safetensors, configs, tokenizer and chat template.
+"""Writes a checkpoint as a Hugging Face folder: safetensors, configs, tokenizer and chat template.
 
-Tensors go from one file to the other one at a time. A folder appears under its name only when it is whole.
+Tensors are copied one at a time. A folder has a config.json only when it is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spillover.units import format_bytes
 
 SHARD_NBYTES = 5_000_000_000
 TYPES = ("auto", "float32", "bfloat16", "float16")
-OWN_KEYS = ("generation_eos_token_id", "codes")  # keys of Checkpoint.config that no config.json has
+OWN_KEYS = ("generation_eos_token_id", "codes")  # keys of Checkpoint.config that are not part of config.json
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "generation_config.json", "vocab.json",
                    "merges.txt")
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): stored for stored, name in TORCH_NAMES.items()}
@@ -38,8 +38,8 @@ _NAMES: dict[torch.dtype, str] = {getattr(torch, name): stored for stored, name 
 
 def export(source: Path, target: Path, dtype: str = "auto", shard_nbytes: int = SHARD_NBYTES, force: bool = False,
            progress: Progress | None = None) -> Path:
-    """Write `source` to the folder `target`. `dtype`: of floating tensors; "auto" keeps what the file has, and makes
-    float32 of quantised ones."""
+    """Write `source` to the folder `target`. `dtype`: of floating-point tensors; "auto" keeps the file's types, and
+    dequantises GGUF codes to float32."""
     if dtype not in TYPES:
         raise SpilloverError(f"--dtype {dtype} cannot be exported; there are {', '.join(TYPES)}")
     check_target(source, target, force)
@@ -53,7 +53,7 @@ def export(source: Path, target: Path, dtype: str = "auto", shard_nbytes: int = 
 
 
 def check_target(source: Path, target: Path, force: bool) -> None:
-    """Refuse a folder that must not be written to; `force`: it may hold a model, which is replaced."""
+    """Refuse a folder that must not be written to; `force`: allow one with a model, which is replaced."""
     if target.exists() and not target.is_dir():
         raise SpilloverError(f"{target} is a file; name a folder to export to")
     if target.is_dir() and any(target.iterdir()) and not force:
@@ -63,7 +63,7 @@ def check_target(source: Path, target: Path, force: bool) -> None:
 
 
 def tensor_names(checkpoint: Checkpoint) -> list[str]:
-    """List the tensors to write: all that a folder has, and those of a GGUF file that the model is made of."""
+    """List the tensors to write: all tensors of a folder, or those tensors of a GGUF file that the model uses."""
     if checkpoint.path.is_dir():
         return sorted(checkpoint.names())
     arch, parsed = read_architecture(checkpoint.config, checkpoint.path)
@@ -72,8 +72,8 @@ def tensor_names(checkpoint: Checkpoint) -> list[str]:
 
 def write_folder(checkpoint: Checkpoint, names: Sequence[str], target: Path, dtype: str | None, shard_nbytes: int,
                  doing: str, progress: Progress | None) -> Path:
-    """Write these tensors of a checkpoint, in this order, with its config and tokenizer. `dtype`: of floating tensors;
-    None: as they are; `doing`: for the progress bar."""
+    """Write these tensors of a checkpoint, in this order, with its config and tokenizer. `dtype`: of floating-point
+    tensors; None: unchanged; `doing`: the text of the progress bar."""
     source = checkpoint.path
     config = {key: value for key, value in checkpoint.config.items() if key not in OWN_KEYS}
     _, parsed = read_architecture(checkpoint.config, source)
@@ -92,7 +92,7 @@ def write_folder(checkpoint: Checkpoint, names: Sequence[str], target: Path, dty
 
 
 def cached_export(source: Path, dtype: str = "auto", progress: Progress | None = None) -> Path:
-    """Return the export of a checkpoint kept beside the model cache, under its weights' digest; made on first use."""
+    """Return a cached export of a checkpoint, made on first use; stored next to the model cache by weights' digest."""
     name = f"{source.name.removesuffix('.gguf')}-{dtype}-{weights_digest(source).hex()[:16]}"
     target = models_folder().with_name("exports") / name
     if not (target / "config.json").is_file():
@@ -103,7 +103,7 @@ def cached_export(source: Path, dtype: str = "auto", progress: Progress | None =
 
 @contextmanager
 def _assembling(target: Path) -> Iterator[Path]:
-    """Yield a folder beside the target, whose files move into it when the block ends well."""
+    """Yield a temporary folder next to the target; its files are moved to the target if the block succeeds."""
     folder = target.absolute().with_name(f".{target.absolute().name}.{os.getpid()}.partial")
     try:
         folder.mkdir(parents=True)
@@ -111,7 +111,7 @@ def _assembling(target: Path) -> Iterator[Path]:
         target.mkdir(parents=True, exist_ok=True)
         for stale in (*target.glob("*.safetensors"), target / INDEX):
             stale.unlink(missing_ok=True)
-        # config.json last: a folder that has it is whole.
+        # config.json is moved last: a folder that has it is complete.
         for file in sorted(folder.iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, target / file.name)
     except OSError as error:
@@ -122,7 +122,7 @@ def _assembling(target: Path) -> Iterator[Path]:
 
 def _write_weights(checkpoint: Checkpoint, names: Sequence[str], folder: Path, dtype: torch.dtype | None,
                    shard_nbytes: int, doing: str, progress: Progress | None) -> None:
-    """Write weights in the order of `names`, in as many files of at most `shard_nbytes` as it takes."""
+    """Write weights in the order of `names`, split into files of at most `shard_nbytes`."""
     kinds = {name: _stored_as(checkpoint, name, dtype) for name in names}
     sizes = {name: math.prod(checkpoint.shape(name)) * DTYPES[_NAMES[kinds[name]]] for name in names}
     shards: list[list[str]] = [[]]

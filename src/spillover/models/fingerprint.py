@@ -1,9 +1,9 @@
-"""What a model is, whatever folder it lies in: a digest that KV computed by it may be kept under.
+"""The fingerprint of a model, independent of its folder: a digest that is part of the keys of stored KV.
 
-A start must not read the whole model for it, so the digest is of samples: every tensor's name, type and shape, small
-tensors (norms, biases) whole, and of a large one 4 KiB at each of eight places from its first byte to its last.
-Training changes every part of a tensor and is seen. What is missed is an edit of a large tensor confined to bytes
-between the samples, such as one token's row of the embedding; `full=True` reads everything and misses nothing.
+Starting must not read the whole model for it, so samples are digested: every tensor's name, type and shape, small
+tensors (norms, biases) whole, and 4 KiB of a large tensor at each of eight offsets from its first byte to its last.
+Training changes all of a tensor and is detected. Not detected is an edit of a large tensor confined to bytes between
+the samples, such as one token's row of the embedding; `full=True` reads every byte and detects all changes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from spillover.models.safetensors_folder import INDEX
 VERSION = 1  # version of the digest's definition
 DIGEST_BYTES = 32
 SAMPLES, SAMPLE_BYTES = 8, 4096
-WHOLE_BYTES = 2 * SAMPLES * SAMPLE_BYTES  # a tensor up to this size is read whole
+WHOLE_BYTES = 2 * SAMPLES * SAMPLE_BYTES  # maximum size of tensors that are read whole
 CHUNK_BYTES = 4 << 20
-KEPT_BYTES = 1 << 20  # a digest of less is made again rather than kept
+KEPT_BYTES = 1 << 20  # minimum bytes digested to cache a digest; smaller ones are recomputed
 
 
 def model_fingerprint(path: Path, config: ModelConfig, load_format: str, *, dtype: str, device: str, seed: int,
                       full: bool = False) -> bytes:
-    """Return a digest, the same for the same model in another folder, another for any other model or way to compute it.
+    """Return a digest that is equal for the same model in another folder, and differs for any other model.
 
-    `dtype`, `device` and `seed` count for dummy weights only, whose values depend on them; `full` reads every weight.
+    `dtype`, `device` and `seed` are used for dummy weights only, whose values depend on them; `full` reads all bytes.
     """
-    # What ends a generation is asked of the tokens and changes no KV.
+    # Special token ids affect when generation ends, but not the KV.
     computed = replace(config, bos_token_id=None, eos_token_ids=())
     parts: list[Any] = [VERSION, load_format, computed]
     if load_format == "dummy":
@@ -53,7 +53,7 @@ def model_fingerprint(path: Path, config: ModelConfig, load_format: str, *, dtyp
 
 
 def weights_digest(path: Path, full: bool = False) -> bytes:
-    """Return a digest of a checkpoint's tensors alone. Kept in the model cache under the files' sizes and times."""
+    """Return a digest of a checkpoint's tensors only. Cached in the model cache by the files' sizes and times."""
     files = [file.resolve() for file in _files(path)]
     key = [VERSION, full, *_states(files)]
     kept = _record(path, full)
@@ -67,7 +67,7 @@ def weights_digest(path: Path, full: bool = False) -> bytes:
         for piece in _read(tensor, full):
             digest.update(piece)
             count += len(piece)
-    if count >= KEPT_BYTES and [VERSION, full, *_states(files)] == key:  # nothing was written to them meanwhile
+    if count >= KEPT_BYTES and [VERSION, full, *_states(files)] == key:  # files not written in the meantime
         _keep(kept, {"key": key, "digest": digest.hexdigest()})
     return digest.digest()
 
@@ -78,7 +78,7 @@ class _Tensor:
     kind: str
     shape: tuple[int, ...]
     file: Path
-    offset: int  # from the file's start
+    offset: int  # bytes from the start of the file
     nbytes: int
 
 
@@ -87,7 +87,7 @@ def _tensors(path: Path) -> Iterable[_Tensor]:
         with open_checkpoint(path) as checkpoint:
             names = checkpoint.names()
             files = sorted({checkpoint.file(name) for name in names})
-        # A shard may hold tensors that the index does not name and nobody loads.
+        # A shard may hold tensors that the index does not list and that are never loaded.
         return [tensor for file in files for tensor in _safetensors(file) if tensor.name in names]
     return [_Tensor(tensor.name, tensor.kind.name, tensor.shape, tensor.file, tensor.offset, tensor.nbytes)
             for tensor in read_header(path).tensors.values()]
@@ -116,14 +116,14 @@ def _read(tensor: _Tensor, full: bool) -> Iterator[bytes]:
 
 
 def _pieces(nbytes: int, full: bool) -> list[tuple[int, int]]:
-    """Return (place, size) of what is read of a tensor."""
+    """Return (offset, size) of the parts of a tensor to read."""
     if full or nbytes <= WHOLE_BYTES:
         return [(place, min(CHUNK_BYTES, nbytes - place)) for place in range(0, nbytes, CHUNK_BYTES)]
     return [((nbytes - SAMPLE_BYTES) * index // (SAMPLES - 1), SAMPLE_BYTES) for index in range(SAMPLES)]
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the config values whose change may change the weights."""
+    """Return the files that hold the weights, and the index if there is one."""
     if path.is_dir():
         return sorted(file for file in (*path.glob("*.safetensors"), path / INDEX) if file.is_file())
     split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
@@ -131,7 +131,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _states(files: list[Path]) -> list[list[Any]]:
-    """Return size and times; the last change beside the last write, which a copy may have carried over."""
+    """Return each file's path, size, mtime and ctime; ctime too, as copying may preserve mtime."""
     states = [(file, file.stat()) for file in files]
     return [[str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns] for file, state in states]
 
@@ -142,7 +142,7 @@ def _record(path: Path, full: bool) -> Path:
 
 
 def _keep(file: Path, record: dict[str, Any]) -> None:
-    """Keep a digest: a cache that cannot be written costs the next start some reads, no more."""
+    """Cache a digest; if the cache cannot be written, the next start only has to compute it again."""
     partial = file.with_suffix(f".{os.getpid()}.partial")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

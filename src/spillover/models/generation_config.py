@@ -1,4 +1,4 @@
-"""How a model's authors would have it sampled: what generation_config.json or a GGUF file says of it."""
+"""Sampling parameters that a model's authors recommend, from generation_config.json or a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from spillover.models.safetensors_folder import read_json
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _FILE = "generation_config.json"
 _GGUF = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-         "repetition_penalty": "penalty_repeat"}  # under general.sampling.
+         "repetition_penalty": "penalty_repeat"}  # metadata keys below "general.sampling."
 
 
 def sampling_defaults(path: Path, choice: str = "auto") -> dict[str, float]:
-    """Return some of FIELDS. `choice`: auto reads the model's own, none nothing, else a folder or file to read."""
+    """Return the recommended FIELDS. `choice`: "auto" (the model's), "none" (nothing), or a folder or file to read."""
     if choice == "none":
         return {}
     if choice != "auto":
@@ -42,7 +42,7 @@ def _of_file(file: Path) -> dict[str, float]:
 
 
 def _valid(given: dict[str, Any]) -> dict[str, float]:
-    """Return the recommendations that make sense: others are no reason not to serve the model."""
+    """Return the valid recommendations; invalid ones are ignored, as the model can be served without them."""
     low = {"temperature": 0.0, "top_k": -1.0, "min_p": 0.0}
     high = {"top_p": 1.0, "min_p": 1.0}
     kept = {}

@@ -1,4 +1,4 @@
-"""Layers that share a KV block: layers of one window, in groups of equal size, so that one pool serves all groups."""
+"""Groups of layers that share a KV block: layers of one window, in groups of equal size, all served by one pool."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class LayerGroup:
 
 
 def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
-    """Return groups of equally many layers: full attention first, then windows from small to large. Layers of a head
-    are numbered behind those of the model and belong to the first group, which says how many a block has room for."""
+    """Return groups of equal size: full attention first, then windows from small to large. A head's layers are numbered
+    after the model's and are added to the first group, whose size is the number of layers per block."""
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(config.windows):
         kinds.setdefault(window, []).append(layer)

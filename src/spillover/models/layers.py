@@ -1,6 +1,6 @@
-"""The decoder that every architecture here is a variant of, and the weights it is made of.
+"""The decoder that all supported architectures are variants of, and the specs of its weights.
 
-A variant overrides `mlp` and lists its own weights; it is handed weights and KV and holds neither.
+A variant overrides `mlp` and lists its own weights. Weights and KV are passed to each call; a decoder holds neither.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from spillover.models.weights import PartWeights, ResidentWeights, Weights
 
 @dataclass(frozen=True)
 class ModelStep:
-    """The tokens of one step: T rows, request after request."""
+    """The tokens of one step: T rows, ordered by request."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    attention: tuple[AttentionBatch, ...]  # one a layer group
+    attention: tuple[AttentionBatch, ...]  # one per layer group
 
 
-Tap = tuple[int, Tensor]  # a layer, and where the hidden states [T, hidden] that it gets are written
+Tap = tuple[int, Tensor]  # a layer, and the buffer [T, hidden] to write its input hidden states to
 
 
 class KVViews:
-    """Each layer's view of the pool [num_blocks, group_layers, 2, kv_heads, block_size * head_dim], made once."""
+    """Each layer's view of the pool [num_blocks, group_layers, 2, kv_heads, block_size * head_dim]."""
 
     def __init__(self, pool: Tensor, groups: Sequence[LayerGroup]) -> None:
         self.pool = pool
@@ -53,23 +53,23 @@ class KVViews:
         }
 
     def layer(self, layer: int) -> tuple[Tensor, int]:
-        """Return the view [num_blocks, 2, kv_heads, block_size * head_dim] and the group whose block tables index
-        it."""
+        """Return the layer's view [num_blocks, 2, kv_heads, block_size * head_dim], and the index of its layer group,
+        whose block tables index the view."""
         return self._views[layer]
 
 
 class Decoder:
-    """Attention and a gated MLP a layer, each before a norm and added to the residual.
+    """A decoder whose layers are attention and a gated MLP, each with a norm before it and added to the residual.
 
-    One of several ranks computes its part of each half; what it returns is added up over the ranks before the next.
+    With several ranks, each computes its part of both halves of a layer; an all-reduce adds the parts after each half.
     """
 
     def __init__(
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, num_positions: int | None = None,
         shard: Shard | None = None, ranks: Ranks = ONE_RANK,
     ) -> None:
-        """Make the model. `config`: of the whole model. `num_positions`: how far requests may reach, where that is less
-        than the model allows. `shard`: the part that this rank of `ranks` computes; None: all."""
+        """Make the model. `config`: of the whole model. `num_positions`: maximum length of requests, if it is less than
+        the model allows. `shard`: the part that this rank of `ranks` computes; None: everything."""
         shard = shard or Shard()
         assert (shard.rank, shard.size) == (ranks.rank, ranks.size)
         self.whole, self.ranks = config, ranks
@@ -90,15 +90,15 @@ class Decoder:
         self.kernels = kernels_on(device, self.shape, self.cos, self.sin)
 
     def forward(self, step: ModelStep, weights: Weights, kv: KVViews, taps: Sequence[Tap] = ()) -> Tensor:
-        """Return hidden states [T, hidden] after the final norm; the step's keys and values are stored on the way, and
-        what some layers get is written to `taps`."""
+        """Return hidden states [T, hidden] after the final norm. Stores the step's keys and values in `kv`, and the
+        inputs of some layers in `taps`."""
         x, residual = self._embed(step, weights)
         x, residual = self._layers(x, residual, step, weights, kv, taps)
         return self._final_norm(x, residual, weights)
 
     def stack(self, weights: ResidentWeights, kv: KVViews) -> LayerStack | None:
-        """Bind all layers to weights and KV that never move, on a CPU; None if one is not dense, or not in panels, or
-        if ranks add up what each half returns."""
+        """Bind all layers to weights and KV that never move, on a CPU; None if a layer is not dense or not in panels,
+        or if there are several ranks."""
         if self.ranks.size > 1:
             return None
         layers = [weights.whole(part) for part in self._parts]
@@ -109,9 +109,9 @@ class Decoder:
 
     def forward_stacked(self, step: ModelStep, weights: Weights, kv: KVViews, stack: LayerStack | None,
                         on_layers: Callable[[], None], taps: Sequence[Tap] = ()) -> Tensor:
-        """Compute `forward` with all layers in one native call, where there is a stack and the step allows it.
+        """Compute `forward` with all layers in one native call, if there is a stack and it supports the step.
 
-        `on_layers` is called when they are about to run.
+        `on_layers` is called just before the layers run.
         """
         x, residual = self._embed(step, weights)
         if stack is None or not stack.run(x, residual, step.attention, on_layers, taps):
@@ -127,11 +127,11 @@ class Decoder:
             first, stop = self.vocabulary
             here = (token_ids >= first) & (token_ids < stop)
             part = embedding(torch.where(here, token_ids - first, 0), w["embedding"], self.dtype)
-        # All ranks but one add zeros to a row, so the sum is exact.
+        # All ranks but one contribute zeros to a row, so the sum is exact.
         return self.ranks.all_reduce(part * here.unsqueeze(1))
 
     def _embed(self, step: ModelStep, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Return what the half layer before the first adds to the residual, nothing, and the residual."""
+        """Return the first layer's inputs: x, which is zero, and the residual, which are the embeddings."""
         residual = self.embed(step.token_ids, weights)
         return torch.zeros_like(residual), residual
 
@@ -155,14 +155,14 @@ class Decoder:
             return self.kernels.add_rms_norm(x, residual, w["norm"])[0]
 
     def logits(self, hidden: Tensor, weights: Weights) -> Tensor:
-        """Compute logits, hidden [R, hidden] -> [R, vocab]; at ranks but the first, nothing of use."""
+        """Compute logits, hidden [R, hidden] -> [R, vocab]; valid at rank 0 only."""
         tied = self.config.tie_embeddings
         with weights.part("embed" if tied else "head") as w:
             logits = linear(hidden, w["embedding"] if tied else w["lm_head"])
         return logits if self.ranks.size == 1 else self._gathered(logits)
 
     def _gathered(self, logits: Tensor) -> Tensor:
-        """Put the parts of all ranks beside each other; they are sent at one width, and some are less wide."""
+        """Concatenate the logits of all ranks; narrower parts are padded, as all must be sent with one width."""
         width = self._vocabulary_width
         parts = self.ranks.gather(F.pad(logits, (0, width - logits.shape[1])) if logits.shape[1] < width else logits)
         if not parts:
@@ -171,12 +171,12 @@ class Decoder:
         return torch.cat([part[:, : stop - start] for part, (start, stop) in zip(parts, bounds, strict=True)], dim=1)
 
     def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
-        """Run the MLP, x and residual [T, hidden] -> (what the MLP adds, residual + x)."""
+        """Run the MLP, x and residual [T, hidden] -> (output of the MLP, residual + x)."""
         return self.kernels.mlp_block(x, residual, w)
 
 
 class MixtureDecoder(Decoder):
-    """Each token goes through the few experts its router scores highest; some layers may stay dense."""
+    """A decoder in which each token is routed to the experts with the highest scores; some layers may be dense."""
 
     def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
         if layer in self.config.dense_layers:
@@ -190,7 +190,7 @@ class MixtureDecoder(Decoder):
 
 
 def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], list[WeightSpec]]) -> WeightSpecs:
-    """Every part of a decoder; `mlp_specs(config, layer)` are the weights its `mlp` reads."""
+    """Return the specs of all parts of a decoder; `mlp_specs(config, layer)` returns those of a layer's MLP."""
     vocabulary = (config.vocab_size, config.hidden_size)
     tied = config.tie_embeddings
     head = [tensor("norm", "model.norm.weight", (config.hidden_size,))]
@@ -206,7 +206,7 @@ def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], l
     }
     quantized = make_format(config.quantization.get("quant_method", "dense"), config.quantization)
     specs = stored_in(specs, quantized.for_linear, Dequantized(quantized))
-    # Layers share expert slots, so all experts are in one format.
+    # Layers share expert slots, so all experts must have one format.
     formats = {spec.format for listed in specs.values() for spec in listed if spec.experts}
     if len(formats) < 2:
         return specs
@@ -215,7 +215,7 @@ def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], l
 
 
 def attention_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
-    """Return the specs of the attention's weights and of the layer's two norms."""
+    """Return the specs of a layer's attention weights and of its two norms."""
     at = f"model.layers.{layer}."
     hidden = config.hidden_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -245,7 +245,7 @@ def mlp_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
 
 
 def tensor(name: str, source: str, shape: tuple[int, ...], form: WeightFormat | None = None) -> WeightSpec:
-    """Return the spec of one checkpoint tensor as it stands, or a linear that is one."""
+    """Return the spec of a weight that is one checkpoint tensor; `form`: its format if it is a linear."""
     return WeightSpec(name, shape, (Source((source,), (shape[0],)),), form)
 
 
@@ -254,7 +254,7 @@ def matrix(name: str, sources: tuple[str, ...], rows: tuple[int, ...], columns: 
 
 
 def linears(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> list[WeightSpec]:
-    """Return the specs of linear modules that read the same input, fused into one matrix, and their biases likewise."""
+    """Return the specs of linears that read the same input, fused into one matrix, and of their fused biases."""
     specs = [matrix(name, tuple(f"{module}.weight" for module in modules), rows, columns)]
     if bias:
         sources = (Source(tuple(f"{module}.bias" for module in modules), rows),)

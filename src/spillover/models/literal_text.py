@@ -1,4 +1,4 @@
-"""Text of others inside a prompt, encoded as it is written: `<|im_end|>` in a message is ten characters."""
+"""Encoding of untrusted text in a prompt without special tokens: `<|im_end|>` in a message is ten characters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from spillover.models.tokenizer import Tokenizer, encode
 
 
 class LiteralText:
-    """A marker of special tokens in what others wrote before a chat template sees it; encodes the rendered text so that
-    only those of the template's own are tokens.
+    """A marker of special tokens in messages before a chat template is applied, and an encoder of the rendered text in
+    which only the template's own special tokens become tokens.
 
-    A copy of the tokenizer knows the special tokens under secret names; everything else about it is the same, so text
-    without a mark has the same token ids as always.
+    A copy of the tokenizer has the special tokens under secret names. Everything else about it is the same, so text
+    without marks has the same token ids as with the original tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -29,7 +29,7 @@ class LiteralText:
         self._names = {text: f"<{nonce}:{index}>" for index, text in special.items()}
         texts = sorted(self._names, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, texts)) if texts else r"(?!)")
-        # Letters and digits only: templates trim, and may write JSON.
+        # Letters and digits only, as templates may trim text or write it as JSON.
         self._marks = {text: f"x{nonce}n{index}x" for index, text in enumerate(texts)}
         self._marked = {mark: text for text, mark in self._marks.items()}
         self._mark = re.compile(f"x{nonce}n[0-9]+x")
@@ -40,7 +40,7 @@ class LiteralText:
                                   "--no-special-tokens-in-user-text out")
 
     def mark(self, value: Any) -> Any:
-        """Return the value with every special token in its strings marked; keys of dictionaries stay."""
+        """Return the value with every special token in its strings marked; keys of dictionaries are not changed."""
         if isinstance(value, str):
             return self._special.sub(lambda found: self._marks[found[0]], value)
         if isinstance(value, Mapping):
@@ -56,14 +56,14 @@ class LiteralText:
 
 
 def _renamed(backend: tokenizers.Tokenizer, names: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """Return a copy that knows these added tokens under other names, with the same ids."""
+    """Return a copy of a tokenizer in which these added tokens have other names and the same ids."""
     made = json.loads(backend.to_str())
     for token in made["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"]) if token["special"] else token["content"]
     vocabulary = made["model"].get("vocab")
     if isinstance(vocabulary, dict):
         made["model"]["vocab"] = {names.get(text, text): index for text, index in vocabulary.items()}
-    elif isinstance(vocabulary, list):  # [piece, score], the place being the id
+    elif isinstance(vocabulary, list):  # entries [piece, score]; the index is the id
         made["model"]["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
     unknown = made["model"].get("unk_token")
     if unknown in names:

@@ -1,4 +1,4 @@
-"""Weights from a checkpoint, or made up: checked against the specs, converted and packed one tensor at a time."""
+"""Loading of weights from a checkpoint, and dummy weights: checked, converted and packed one tensor at a time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from spillover.kernels.formats.gguf_codes import Codes
     from spillover.models.checkpoint import Checkpoint
 
-Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the weight just loaded
-DeviceOf = Callable[[str, WeightSpec], torch.device]  # where a weight of a part is to be loaded
+Progress = Callable[[int, int, str], None]  # (bytes loaded, total bytes, name of the weight just loaded)
+DeviceOf = Callable[[str, WeightSpec], torch.device]  # returns the device to load a weight of a part to
 
 
 def load_parts(
@@ -34,7 +34,7 @@ def load_parts(
     device: DeviceOf,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, dict[str, Weight]]]:
-    """Load part after part, every weight once; at most one checkpoint tensor is held besides what is loaded."""
+    """Yield each part with its weights; at most one checkpoint tensor is in memory in addition to the loaded ones."""
     reader = _Reader(checkpoint, config)
     chosen = {part: [(spec, reader.choose(spec)) for spec in listed] for part, listed in specs.items()}
     total = sum(part_nbytes(listed, _named(dtype)) for listed in specs.values())
@@ -51,14 +51,14 @@ def load_parts(
 
 def dummy_parts(specs: WeightSpecs, dtype: torch.dtype, device: torch.device, seed: int = 0,
                 rank: int | None = None) -> Iterator[tuple[str, dict[str, Weight]]]:
-    """Yield random weights of the true shapes, part after part, made where they will lie; equal for equal seeds.
+    """Yield each part with random weights of the true shapes, made on `device`; equal for equal seeds.
 
-    `rank`: of several, which have the same weights where these are not cut, and others where they are; None: of one.
+    `rank`: one of several ranks, whose weights differ where they are sharded and are equal otherwise; None: one rank.
     """
     random, target = torch.Generator(device).manual_seed(seed), Target(_named(dtype), device, Arena())
 
     def make(part: str, spec: WeightSpec) -> Weight:
-        if rank is not None:  # ranks need not make the same weights in the same order
+        if rank is not None:  # ranks may make weights in different orders
             what = repr((seed, part, spec.name, rank if is_cut(spec.name) else -1))
             random.manual_seed(int.from_bytes(hashlib.blake2b(what.encode(), digest_size=7).digest()))
         if spec.format is not None:
@@ -71,14 +71,14 @@ def dummy_parts(specs: WeightSpecs, dtype: torch.dtype, device: torch.device, se
 
 
 def checkpoint_tensors(checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs) -> list[str]:
-    """Return the names of the checkpoint's tensors that make these weights, in order; all must be there."""
+    """Return the names of the checkpoint's tensors for these weights, in order; raises if one is missing."""
     reader = _Reader(checkpoint, config)
     return [tensor.name for listed in specs.values() for spec in listed
             for tensor in _tensors(spec, reader.choose(spec))]
 
 
 class PartReader:
-    """Parts and single experts, read whenever they are asked for: weights that stay in the checkpoint itself."""
+    """A reader of parts and single experts on demand, for weights whose home is the checkpoint on disk."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs, dtype: torch.dtype) -> None:
         self._reader = _Reader(checkpoint, config)
@@ -86,18 +86,18 @@ class PartReader:
         self._target = Target(_named(dtype), torch.device("cpu"))
 
     def part(self, part: str, wanted: Callable[[str], bool]) -> dict[str, Weight]:
-        """Return those of a part's weights whose name is wanted, in host memory."""
+        """Read the weights of a part whose names are `wanted` into host memory."""
         return {spec.name: self._reader.load(spec, source, self._target) for spec, source in self._chosen[part]
                 if wanted(spec.name)}
 
     def expert(self, part: str, expert: int) -> dict[str, Weight]:
-        """Return one of a part's experts, as stacks of one."""
+        """Read one expert of a part, as stacks of one."""
         return {spec.name: self._reader.load_expert(spec, source, expert, self._target)
                 for spec, source in self._chosen[part] if is_expert(spec.name)}
 
 
 class _Reader:
-    """A check of what a checkpoint holds against what a spec expects; names file and tensor where they differ."""
+    """A reader that checks a checkpoint's tensors against the specs; errors name file and tensor."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
         self.checkpoint = checkpoint
@@ -105,7 +105,7 @@ class _Reader:
         self.names = checkpoint.names()
 
     def choose(self, spec: WeightSpec) -> Source:
-        """Return the first source whose tensors are all there, with the right shapes."""
+        """Return the first source whose tensors all exist; raises if their shapes are wrong."""
         missing: list[str] = []
         for source in spec.sources:
             tensors = list(_tensors(spec, source))
@@ -135,7 +135,7 @@ class _Reader:
         return Linear(spec.format, spec.linear, stacks)
 
     def load_expert(self, spec: WeightSpec, source: Source, expert: int, target: Target) -> Weight:
-        """Return one entry of a stack, as a stack of one."""
+        """Read one expert of a stack, as a stack of one."""
         if spec.format is None:
             entry = self.read(Field(source.names[0], FLOATING, spec.shape), row=expert)
             return entry.to(getattr(torch, target.dtype)).contiguous().unsqueeze(0)
@@ -143,7 +143,7 @@ class _Reader:
         return Linear(spec.format, spec.linear, tuple(tensor.unsqueeze(0) for tensor in made))
 
     def read(self, tensor: Field, transposed: bool = False, row: int | None = None) -> Tensor:
-        """Read a tensor. `row`: of its first dimension, that alone."""
+        """Read a tensor. `row`: read only this index of its first dimension."""
         if tensor.name not in self.names:
             raise self._missing([tensor.name])
         self._check_shape(tensor)
@@ -180,12 +180,12 @@ class _Reader:
 
 
 class _Tensors:
-    """The tensors of one linear, as its format reads them: a TensorReader."""
+    """A TensorReader for the tensors of one linear, for use by its format."""
 
     def __init__(self, reader: _Reader, spec: WeightSpec, source: Source, expert: int | None = None,
                  whole: dict[str, Tensor] | None = None) -> None:
-        """Read tensors of a source. `expert`: of a stack, the one that is read; None: all of it. `whole`: tensors of
-        all experts, kept for the others; None: of such tensors only one expert's part is read."""
+        """Make a reader for a source. `expert`: the expert of a stack to read; None: all. `whole`: a cache of tensors
+        that hold all experts; None: only one expert's part of such tensors is read."""
         self.matrices: Sequence[tuple[str, int]] = _matrices(source, expert or 0)
         self._reader = reader
         self._stack = 0 if source.per_expert else spec.experts
@@ -227,7 +227,7 @@ def _tensors(spec: WeightSpec, source: Source) -> Iterator[Field]:
 
 
 def _stored(tensor: Field, stack: int, transposed: bool) -> Field:
-    """Return a tensor as the checkpoint has it."""
+    """Return a field with its shape in the checkpoint."""
     shape = (stack, *tensor.shape) if stack else tensor.shape
     return replace(tensor, shape=(*shape[:-2], shape[-1], shape[-2]) if transposed else shape)
 

@@ -1,4 +1,4 @@
-"""The architectures, by the name that config.json gives; a new one is a file here and a line in the table."""
+"""The architectures by their name in config.json; a new one is a file in `architectures` and an entry in the table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ARCHITECTURES = {
 @dataclass(frozen=True)
 class Architecture:
     name: str
-    config: Callable[[Mapping[str, Any]], ModelConfig]  # from a config.json
+    config: Callable[[Mapping[str, Any]], ModelConfig]  # parses a config.json
     weight_specs: Callable[[ModelConfig], WeightSpecs]
     model: type[Decoder]
 
@@ -43,7 +43,7 @@ class Architecture:
 
 
 def read_architecture(hf_config: Mapping[str, Any], path: Path) -> tuple[Architecture, ModelConfig]:
-    """Return a checkpoint's architecture and its shape; what is wrong with its configuration is said of its file."""
+    """Return a checkpoint's architecture and parsed configuration; errors name the checkpoint's file."""
     file = path / "config.json" if path.is_dir() else path
     try:
         found = architecture(hf_config)

@@ -1,4 +1,4 @@
-"""Tables of rotary position embedding: default, linear, llama3 and yarn. In float32 whatever the model computes in."""
+"""Tables of rotary position embedding: default, linear, llama3 and yarn; float32 for every compute type."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from spillover.models.config import ModelConfig, RopeScaling
 
 
 def rope_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each [num_positions, head_dim / 2]; made on the CPU: every device gets the same bits."""
+    """Return cos and sin, each [num_positions, head_dim / 2]; computed on the CPU for the same bits on all devices."""
     frequencies, scale = inverse_frequencies(config)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Return the radians a position for each pair of dimensions [head_dim / 2], and the factor on cos and sin."""
+    """Return the radians per position for each pair of dimensions [head_dim / 2], and the factor on cos and sin."""
     wavelengths = config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
     scaling = config.rope_scaling
     if scaling is None:
@@ -31,8 +31,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale as Llama 3: slow dimensions are stretched by the factor, fast ones kept, those between blended."""
-    turns = scaling.original_max_position / (2 * math.pi / frequencies)  # over the original context
+    """Scale as Llama 3 does: slow dimensions are divided by the factor, fast ones kept, and the others blended."""
+    turns = scaling.original_max_position / (2 * math.pi / frequencies)  # rotations over the original context
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
@@ -42,7 +42,7 @@ def _yarn(wavelengths: Tensor, scaling: RopeScaling, config: ModelConfig) -> Ten
     dim = config.head_dim
 
     def dimension_turning(times: float) -> float:
-        """Return the dimension that makes this many turns over the original context."""
+        """Return the dimension that makes this many rotations over the original context."""
         turns = scaling.original_max_position / (times * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(config.rope_theta))
 

@@ -1,4 +1,4 @@
-"""A model folder as the Hugging Face hub lays it out: config.json beside one or several safetensors files."""
+"""A model folder in the layout of the Hugging Face hub: config.json and one or several safetensors files."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
-          "BOOL": 1}  # bytes of a value
+          "BOOL": 1}  # bytes per value
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
                "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
-# Files beside config.json that older tools write the quantisation to, and what it is then.
+# Files in which older tools store the quantisation config, and its default quant_method.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-MAX_HEADER = 100_000_000  # as safetensors itself allows
+MAX_HEADER = 100_000_000  # bytes; the limit of safetensors itself
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class SafetensorsCheckpoint:
     def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
         file = self._entry(name).file
         try:
-            # safe_open hands out views of a mapped file; the copy lets the mapping go at once.
+            # safe_open returns views of a mapped file; cloning allows it to be unmapped at once.
             with safe_open(file, framework="pt") as tensors:
                 view = tensors.get_slice(name)[index] if index else tensors.get_tensor(name)
                 return view.clone()  # type: ignore[no-any-return]
@@ -77,7 +77,7 @@ class SafetensorsCheckpoint:
         raise CheckpointError(f"{self._entry(name).file}: tensor {name} is not stored in codes")
 
     def close(self) -> None:
-        """Do nothing: no file is held open between reads."""
+        """Do nothing, as no file is kept open between reads."""
 
     def __enter__(self) -> Self:
         return self
@@ -93,7 +93,7 @@ class SafetensorsCheckpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json, with the ids that end a generation under "generation_eos_token_id"."""
+    """Read config.json, and add the ids that end a generation as "generation_eos_token_id"."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json, so it is not a model folder")
     config = read_json(folder / "config.json")
@@ -109,7 +109,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _quantization_beside(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the quantisation under its key of today, where a folder has it elsewhere."""
+    """Return the quantisation config under its current key, if a folder has it elsewhere."""
     older = config.get("compression_config")
     if isinstance(older, dict) and older:
         return {"quantization_config": {"quant_method": "compressed-tensors", **older}}
@@ -132,7 +132,7 @@ def _check_quantization(quantization: object, file: Path) -> None:
 
 
 def eos_ids(value: object, file: Path) -> list[int]:
-    """Return one id or a list of them, as files have it."""
+    """Return the ids from a file's value: one id or a list of them."""
     return list(token_ids(value, "eos_token_id", file))
 
 
@@ -186,7 +186,7 @@ def _single_file(folder: Path) -> Path:
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
-    """Read names, types and shapes from the header alone; checks that the file is as long as its header says."""
+    """Read names, types and shapes from the header only; check that the file is not shorter than the header states."""
     try:
         size = os.path.getsize(file)
         with file.open("rb") as stream:
@@ -212,7 +212,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
 
 
 def _read_entry(file: Path, name: str, entry: object) -> tuple[_Entry, int]:
-    """Return a tensor of a header, and where its bytes end."""
+    """Return the entry of one tensor in a header, and the end offset of its bytes."""
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(f"{file} has a corrupt header (tensor {named(name)} {what})")
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, exact bytes of every token, and the model's chat template."""
+"""The tokenizer: text to token ids and back, the exact bytes of every token, and the model's chat template."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from spillover.models.safetensors_folder import eos_ids, read_json
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MOST_TOKENS = 1 << 24
 _PROBE = "The 23rd of May,  1998: caf\u00e9 \u4f60\u597d \U0001f642\n\n\tdef f(x): return x**2 # 1,000,000"
-_SHORT = 2048  # characters, which are encoded before another thread would miss it
+_SHORT = 2048  # characters; shorter texts are encoded so fast that the GIL is not worth releasing
 
 
 def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokenizer:
-    """Load a tokenizer from a model folder's tokenizer.json, or from a GGUF file's metadata; with another chat template
-    if one is given, as a file or as its text."""
+    """Load a tokenizer from a model folder's tokenizer.json or a GGUF file's metadata. `chat_template`: replaces the
+    model's own; the name of a file, or the template itself."""
     tokenizer = _load(Path(path).expanduser())
     if chat_template is not None:
         tokenizer.set_chat_template(_given_template(chat_template))
@@ -45,7 +45,7 @@ def _load(path: Path) -> Tokenizer:
 class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], eos_token_ids: Sequence[int],
                  chat_templates: Mapping[str, str], source: str) -> None:
-        """Wrap a tokenizer. `special_tokens`: by role ("bos_token"); `chat_templates`: by name, such as "default"."""
+        """Wrap `backend`. `special_tokens`: by role ("bos_token"); `chat_templates`: by name, such as "default"."""
         self.backend = backend
         self._special_tokens = dict(special_tokens)
         self._templates = dict(chat_templates)
@@ -64,7 +64,7 @@ class Tokenizer:
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
 
     def set_chat_template(self, text: str) -> None:
-        """Set a chat template in place of all of the model's own. CheckpointError if it cannot be compiled."""
+        """Replace all of the model's chat templates by this one. Raises CheckpointError if it cannot be compiled."""
         try:
             self._renderer.compile(text)
         except (TemplateError, TemplateLimit) as error:
@@ -74,7 +74,7 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """Return special tokens by role, such as "bos_token"."""
+        """Return the special tokens by role, such as "bos_token"."""
         return self._special_tokens
 
     @property
@@ -94,7 +94,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, index: int) -> bytes:
-        """Return exactly what this token adds to the text; nothing for an id that no token has."""
+        """Return the exact bytes that this token adds to the text; empty for an unused id."""
         added = self._added.get(index)
         if added is not None:
             return added.content.encode()
@@ -110,7 +110,7 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]],
                             tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
                             **variables: Any) -> str:
-        """Return the prompt's text; encode it with add_special_tokens=False, for it carries its own."""
+        """Return the prompt's text, to be encoded with add_special_tokens=False: the template writes them itself."""
         source = self._templates.get("tool_use") if tools else None
         source = source or self.chat_template
         if source is None:
@@ -120,7 +120,7 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt, **self._special_tokens, **variables})
 
     def template_trouble(self) -> str | None:
-        """Return why no chat can be rendered, found with a short one; None if it can, or if there is no template."""
+        """Return the error of rendering a short test chat; None if it succeeds, or if there is no template."""
         if self.chat_template is None:
             return None
         try:
@@ -131,7 +131,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a digest that two tokenizers share if they make the same of a text and of a conversation."""
+        """Return a digest that is equal for tokenizers that encode texts and render conversations alike."""
         parts = (self.vocab_size, self.encode(_PROBE), sorted(self._special_tokens.items()),
                  sorted(self._templates.items()))
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
@@ -148,21 +148,21 @@ class Tokenizer:
 
 
 def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the text's token ids. RequestError where it is no text, or has what the tokenizer has no token for."""
+    """Return the text's token ids. Raises RequestError if the text is not valid Unicode or cannot be encoded."""
     try:
         if len(text) <= _SHORT:
             ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # lets other threads run meanwhile, as a server's streams
+        else:  # releases the GIL, so that a server's streams continue
             ids = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except TypeError:
         raise RequestError("the text is not valid UTF-8, or has half of a surrogate pair") from None
-    except Exception as error:  # tokenizers raises nothing more precise
+    except Exception as error:  # tokenizers raises no specific exception
         raise RequestError(f"the model's tokenizer cannot encode this text ({shown(str(error))})") from error
     return ids
 
 
 def _byte_of_letter() -> dict[str, bytes]:
-    """Return GPT-2's table: printable bytes stand for themselves, the others for the letters from U+0100 on."""
+    """Return GPT-2's table from letters to bytes: printable bytes stand for themselves, others use U+0100 and up."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return ({chr(byte): bytes([byte]) for byte in printable}
@@ -173,7 +173,7 @@ _BYTE_OF = _byte_of_letter()
 
 
 def _given_template(given: str) -> str:
-    """Return what stands in a file of this name, or what was given where it is a template itself."""
+    """Return `given` if it is a template itself, otherwise the content of the file of that name."""
     return given if "{%" in given or "{{" in given else _template_text(Path(given).expanduser())
 
 
@@ -203,15 +203,15 @@ def _from_folder(folder: Path) -> Tokenizer:
     if not file.is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json; make one with transformers' "
                               "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), or send token ids")
-    read_json(file)  # the package below goes through nested JSON without a limit of its own
+    read_json(file)  # checks the JSON first: the package below has no limit on nesting
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
         backend.encode("a b")
-    except BaseException as error:  # tokenizers raises nothing more precise, and its panics are no Exceptions
+    except BaseException as error:  # tokenizers raises no specific exception; its panics are not Exceptions
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         raise CheckpointError(f"{file} cannot be read as a tokenizer ({shown(str(error))})") from error
-    # A file may carry the padding and truncation of someone's training run.
+    # The file may contain padding and truncation settings that were used in training.
     backend.no_padding()
     backend.no_truncation()
     settings = _optional_json(folder / "special_tokens_map.json") | _optional_json(folder / "tokenizer_config.json")
@@ -226,7 +226,7 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _folder_eos(folder: Path, known: bool) -> list[int]:
-    """Return the end-of-sequence ids of generation_config.json, and config.json's where nothing else names one."""
+    """Return the end-of-sequence ids of generation_config.json, or those of config.json if none is known otherwise."""
     for file in ("generation_config.json", *(() if known else ("config.json",))):
         eos = _optional_json(folder / file).get("eos_token_id")
         if eos is not None:
@@ -249,7 +249,7 @@ def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, st
 
 
 def _is_utf8(text: str) -> bool:
-    """Return whether a text is UTF-8: JSON can write half of a surrogate pair, which is no text."""
+    """Return whether a text can be encoded as UTF-8: JSON can contain half of a surrogate pair, which cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

@@ -1,4 +1,4 @@
-"""What weights a model has, and where a checkpoint keeps them. Plain arithmetic: the planner counts with it."""
+"""The weights of a model, and their tensors in a checkpoint. Plain arithmetic, which the planner uses too."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Checkpoint tensors which, concatenated along their rows, make one weight (or one expert of it).
+    """Checkpoint tensors that are concatenated along their rows to make one weight (or one expert of it).
 
-    A linear's are named as they are where it is not quantised: its format knows what it is stored as.
+    The names of a linear are those of its unquantised tensors; its format derives the names of the stored ones.
     """
 
-    names: tuple[str, ...]  # with "{expert}" in them: one tensor an expert, to be stacked
-    rows: tuple[int, ...]  # rows that each name contributes
-    transposed: bool = False  # the file holds the last two dimensions the other way round
+    names: tuple[str, ...]  # tensor names; with "{expert}" in them: one tensor per expert, to be stacked
+    rows: tuple[int, ...]  # rows of each tensor
+    transposed: bool = False  # whether the last two dimensions are swapped in the file
 
     @property
     def per_expert(self) -> bool:
@@ -34,12 +34,12 @@ class Source:
 class WeightSpec:
     name: str
     shape: tuple[int, ...]  # [out, in] for a linear, [experts, out, in] for a stack of them
-    sources: tuple[Source, ...]  # alternatives: the first whose tensors the checkpoint has
-    format: WeightFormat | None = None  # format of a linear; None: one tensor as it stands, in the engine's type
+    sources: tuple[Source, ...]  # alternatives, of which the first whose tensors exist is used
+    format: WeightFormat | None = None  # format of a linear; None: not a linear, but a tensor in the compute type
 
     @property
     def experts(self) -> int:
-        """Return how many linears it is a stack of; 0: it is one, or a tensor."""
+        """Return the number of linears in a stack; 0 if it is a single linear or a tensor."""
         return self.shape[0] if self.format is not None and len(self.shape) == 3 else 0
 
     @property
@@ -48,11 +48,11 @@ class WeightSpec:
 
     @property
     def params(self) -> int:
-        """Return the FLOPs: two per weight for every token."""
+        """Return the number of parameters of linears, two FLOPs each for every token; 0 for a tensor."""
         return math.prod(self.shape) if self.format is not None else 0
 
     def fields(self, dtype: str) -> list[Field]:
-        """List its tensors as they are kept where the engine computes in `dtype`; those of a stack hold all experts."""
+        """List its tensors as loaded for compute type `dtype`; those of a stack hold all experts."""
         if self.format is None:
             return [Field(self.name, dtype, self.shape)]
         stack = (self.experts,) if self.experts else ()
@@ -62,7 +62,7 @@ class WeightSpec:
         return sum(field.nbytes for field in self.fields(dtype))
 
 
-WeightSpecs = dict[str, list[WeightSpec]]  # by part
+WeightSpecs = dict[str, list[WeightSpec]]  # specs of the weights of each part
 
 
 def layer_part(layer: int) -> str:
@@ -70,7 +70,7 @@ def layer_part(layer: int) -> str:
 
 
 def is_expert(name: str) -> bool:
-    """Return whether a weight of that name has an entry an expert."""
+    """Return whether a weight of this name has one entry per expert."""
     return name.startswith("experts.")
 
 
@@ -80,8 +80,8 @@ def part_nbytes(specs: Iterable[WeightSpec], dtype: str) -> int:
 
 def stored_in(specs: WeightSpecs, stored: Callable[[str], WeightFormat],
               mixed: WeightFormat | None = None) -> WeightSpecs:
-    """Return the same, but unquantised linears take the format that a checkpoint has all their tensors in, each by its
-    name; those that differ take `mixed`, or stay as they are."""
+    """Return the specs with the formats of a checkpoint: `stored` gives the format of each tensor by its name. A linear
+    whose tensors have several formats gets `mixed`, or is unchanged without it."""
     from spillover.kernels.formats.dense import DENSE
 
     def taken(spec: WeightSpec) -> WeightSpec:
@@ -94,13 +94,13 @@ def stored_in(specs: WeightSpecs, stored: Callable[[str], WeightFormat],
 
 
 def in_codes(specs: WeightSpecs, codes: Mapping[str, str], device: str = "cpu") -> WeightSpecs:
-    """Return the same, but linears and experts all of whose matrices a GGUF file has in codes stay in them where a
-    device can multiply with them; `codes`: the types of its tensors that are in codes."""
+    """Return the specs with linears and experts kept in a GGUF file's codes, if all their matrices are in codes that
+    the device can multiply with. `codes`: the GGUF types of tensors in codes, by name."""
     from spillover.kernels.formats.dense import DENSE, EMBEDDING
     from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes
 
     def forms_of(spec: WeightSpec) -> tuple[CodeForm, ...]:
-        """List the forms of the matrices; none: not all are in codes, or those of experts differ."""
+        """List the forms of the matrices; empty if not all are in codes, or if the experts' forms differ."""
         source = spec.sources[0]
         if (spec.format not in (DENSE, EMBEDDING) or source.transposed
                 or source.per_expert != bool(spec.experts)):
@@ -122,7 +122,7 @@ def in_codes(specs: WeightSpecs, codes: Mapping[str, str], device: str = "cpu") 
         return GgufCuda(forms) if GgufCuda.serves(forms, spec.linear) else spec.format
 
     def stacks_of(listed: list[WeightSpec]) -> WeightFormat | None:
-        """Choose one format for all experts of a layer, as both products of a mixture have one."""
+        """Choose one format for all experts of a layer, as both products of a mixture must have the same."""
         from spillover.kernels.formats.gguf_experts import experts_format
 
         stacks = [spec for spec in listed if spec.experts]
@@ -141,7 +141,7 @@ def in_codes(specs: WeightSpecs, codes: Mapping[str, str], device: str = "cpu") 
 
 
 def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool = False) -> WeightSpecs:
-    """Return the same in the formats that a device computes with."""
+    """Return the specs in the formats that a device computes with."""
     from spillover.kernels import native
 
     if device == "cuda":
@@ -155,8 +155,8 @@ def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool =
 
 
 def _on_cuda(specs: WeightSpecs) -> WeightSpecs:
-    """Return the same in formats that a CUDA device multiplies with; experts that have none, or not the same for both
-    products, are dequantised when loaded."""
+    """Return the specs in formats that a CUDA device multiplies with; experts are dequantised when loaded if they have
+    none, or not the same one for both products."""
     from spillover.kernels.formats.choice import Dequantized
 
     def taken(spec: WeightSpec, in_codes: bool) -> WeightSpec:
@@ -176,7 +176,7 @@ def _on_cuda(specs: WeightSpecs) -> WeightSpecs:
 
 
 def dequantized_experts(specs: WeightSpecs) -> WeightFormat | None:
-    """Return the format of experts which are dequantised when loaded, though their checkpoint has them in codes."""
+    """Return the stored format of experts that are dequantised when loaded; None if there are none."""
     from spillover.kernels.formats.batch_invariant import BatchInvariant
     from spillover.kernels.formats.choice import Dequantized
 
@@ -191,7 +191,7 @@ def reformatted(specs: WeightSpecs, change: Callable[[WeightFormat], WeightForma
 
 
 def prepare_products(specs: WeightSpecs, target: Target, most_rows: int) -> None:
-    """Compile ahead what products of up to `most_rows` rows with all linears use."""
+    """Compile the kernels for products of up to `most_rows` rows with all linears in advance."""
     linears: dict[WeightFormat, dict[tuple[LinearShape, bool], None]] = {}
     for listed in specs.values():
         biases = {spec.name for spec in listed if spec.format is None}

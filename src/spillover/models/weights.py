@@ -1,7 +1,7 @@
-"""How a model gets at its weights while it computes.
+"""Access to a model's weights while it computes.
 
-Weights come in parts, "embed", "layers.0" and so on, "head". A model enters a part when it computes with it and leaves
-it after: that is where weights which are not resident can be fetched.
+Weights are divided into parts: "embed", "layers.0" and so on, "head". A model enters a part's context to compute with
+it and leaves it afterwards; entering is where weights that are not resident are fetched.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from spillover.models.weight_specs import is_expert
 
 
 class PartWeights(LayerWeights, ExpertWeights, total=False):
-    """What a part may have; which of these, its model knows."""
+    """The weights that a part may have; which ones depends on the model."""
 
     embedding: Linear
     norm: Tensor
     lm_head: Linear
     router: Linear
     router_bias: Tensor
-    experts: LayerExperts  # beside its stacks, where these are on the device
+    experts: LayerExperts  # computes the experts; their stacks are present too if they are on the device
 
 
 class Weights(Protocol):
@@ -36,11 +36,11 @@ class Weights(Protocol):
 
 
 class ResidentWeights:
-    """Every part stays on the device."""
+    """Weights that all stay on the device, except paged experts."""
 
     def __init__(self, parts: Mapping[str, Mapping[str, Weight]],
                  experts: Mapping[str, LayerExperts] | None = None) -> None:
-        """Hold the weights. `experts`: by part, of those parts whose experts do not all stay."""
+        """Hold the weights. `experts`: the experts of parts where not all of them are resident, by part."""
         self.parts = dict(parts)
         self._experts = experts or {}
         self._contexts = {name: nullcontext(self.whole(name)) for name in parts}
@@ -49,7 +49,7 @@ class ResidentWeights:
         return self._contexts[name]
 
     def whole(self, name: str, passing: Mapping[str, Weight] | None = None) -> PartWeights:
-        """Return a part as its model sees it; `passing`: weights of it that do not stay."""
+        """Return a part for the model; `passing`: those of its weights that are not resident."""
         part = cast(PartWeights, {**self.parts[name], **(passing or {})})
         if name in self._experts:
             part["experts"] = self._experts[name]
@@ -58,8 +58,8 @@ class ResidentWeights:
         return part
 
     def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None:
-        """Replace every tensor by its copy elsewhere, part by part, so that no second copy of them all is ever held.
-        `asleep`: the copies lie on the host, and nothing computes with them."""
+        """Replace every tensor by the result of `copy`, part by part, to avoid a second copy of all weights at once.
+        `asleep`: whether the copies are on the host, where nothing computes with them."""
         for name, weights in self.parts.items():
             self.parts[name] = {key: mapped(weight, copy) for key, weight in weights.items()}
             self._contexts[name] = nullcontext(self.whole(name))
@@ -70,11 +70,11 @@ class ResidentWeights:
 
 
 def split_experts(weights: Mapping[str, Weight]) -> tuple[dict[str, Weight], dict[str, Weight]]:
-    """Return what every token of a part goes through, and its stacks of experts."""
+    """Return the weights of a part that every token uses, and its stacks of experts."""
     experts = {name: weight for name, weight in weights.items() if is_expert(name)}
     return {name: weight for name, weight in weights.items() if name not in experts}, experts
 
 
 def one_expert_of(stacks: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Return the stacks cut down to one expert, still stacks."""
+    """Return the stacks with only their first expert, as stacks of one."""
     return {name: mapped(weight, lambda tensor: tensor[:1]) for name, weight in stacks.items()}

@@ -1,4 +1,4 @@
-"""What the machine has, what a model needs, how the one is split over the other, and how fast it could go at best.
+"""Planning: the machine's memory, a model's needs, the split of the one over the other, and the speed limits.
 
-Knows shapes, bytes and rates; loads no weights and runs no model.
+Works with shapes, bytes and rates only; loads no weights and runs no model.
 """

@@ -1,6 +1,6 @@
-"""The limits a container puts on this process, read from cgroup v1 or v2 files.
+"""The limits that a container sets for this process, read from cgroup v1 or v2 files.
 
-A limit on any ancestor binds too, so every folder from the process's own up to the mount is read and the tightest wins.
+Limits of ancestors apply too, so every folder from the process's group up to the mount is read; the tightest counts.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# cgroup v1 writes "no limit" as the largest page multiple of a signed 64-bit number; anything near it is none.
+# cgroup v1 stores "no limit" as the largest multiple of a page below 2**63; limits of at least this are no limits.
 _UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True)
 class CgroupLimits:
     memory: int | None  # bytes; None: no limit
-    memory_free: int | None  # bytes left under the tightest limit, page cache counted as free; None: no limit
-    cpus: float | None  # quota in cores; None: no limit
+    memory_free: int | None  # bytes left below the tightest limit, page cache counted as free; None: no limit
+    cpus: float | None  # number of cores that the quota allows; None: no limit
 
 
 def read_limits(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> CgroupLimits:
-    """Read the memory limits. `membership` names the process's groups, `root` is where hierarchies are mounted."""
+    """Read memory and CPU limits. `membership`: file with the process's groups; `root`: mount of the hierarchies."""
     memory: int | None = None
     free: int | None = None
     cpus: float | None = None
@@ -50,7 +50,7 @@ def read_limits(membership: Path = Path("/proc/self/cgroup"), root: Path = Path(
 
 
 def _ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """Yield the group's folder and its parents up to the mount. In a container the path may lie outside what is
+    """Yield the group's folder and its parents up to the mount. In a container the path may be outside of what is
     mounted: then the mount itself is the group."""
     folder = mount / path.lstrip("/")
     while folder != mount and mount in folder.parents:

@@ -1,4 +1,4 @@
-"""How a draft model, with KV of as many tokens, or a head shares the device with the model that verifies."""
+"""Plans that share a device between a model and its draft model, with KV for as many tokens, or its draft head."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from spillover.plan.request import PlanRequest
 from spillover.plan.workspace import workspace
 from spillover.units import format_bytes
 
-CATCH_UP_ROWS = 256  # of KV that the draft model lacks, computed at a time
+CATCH_UP_ROWS = 256  # maximum rows per step when the draft model computes KV that it is missing
 PlanModel = Callable[[PlanRequest, Machine], Plan]
 
 
 @dataclass(frozen=True)
 class DraftSpecs:
-    """A draft model that has been looked at."""
+    """A draft model whose configuration has been read."""
 
     name: str
-    dtype: str  # as of PlanRequest
+    dtype: str  # as in PlanRequest
     config: ModelConfig
     specs: WeightSpecs
 
 
 def plan_beside(request: PlanRequest, machine: Machine, plan_model: PlanModel, draft: DraftSpecs) -> Plan:
-    """Return the plan of a model, with that of its draft model, within one budget."""
+    """Plan a model and its draft model within one budget."""
     alone = plan_model(request, machine)
     groups, size = len(layer_groups(draft.config)), request.block_size
     most_len = min(alone.max_model_len, draft.config.max_position)
@@ -65,18 +65,18 @@ def plan_beside(request: PlanRequest, machine: Machine, plan_model: PlanModel, d
 
 @dataclass(frozen=True)
 class HeadSpecs:
-    """A head that has been looked at."""
+    """A draft head whose configuration has been read."""
 
     name: str
-    config: ModelConfig  # of its layer, with the tokens that it drafts
-    taps: int  # hidden states of the model that a row of it reads
+    config: ModelConfig  # of its layer; vocab_size is its draft vocabulary
+    taps: int  # number of hidden states of the model that each of its rows reads
     draft_tokens: int
     specs: WeightSpecs
-    more_bytes: int  # besides those, which tokens it drafts
+    more_bytes: int  # bytes of its mapping from draft tokens to the model's, in addition to `specs`
 
 
 def plan_with_head(request: PlanRequest, machine: Machine, plan_model: PlanModel, head: HeadSpecs) -> Plan:
-    """Return the plan of a model whose blocks have a layer for a head, with the head itself, within one budget."""
+    """Plan a model whose blocks have a layer for a draft head, and the head itself, within one budget."""
     alone = plan_model(request, machine)
     weights = sum(part_nbytes(listed, alone.dtype) for listed in kept_on(head.specs, alone.device,
                                                                          alone.dtype).values())
@@ -88,7 +88,7 @@ def plan_with_head(request: PlanRequest, machine: Machine, plan_model: PlanModel
 
 def _plan_rest(request: PlanRequest, machine: Machine, plan_model: PlanModel, alone: Plan, other: str,
                taken: int) -> Plan:
-    """Plan a model in what `other`, which takes `taken` bytes, leaves of its budget. `alone`: its plan without that."""
+    """Plan a model in a budget reduced by the `taken` bytes of `other`. `alone`: its plan without `other`."""
     try:
         plan = plan_model(
             replace(request, gpu_memory=None if request.gpu_memory is None else request.gpu_memory - taken,
@@ -100,11 +100,11 @@ def _plan_rest(request: PlanRequest, machine: Machine, plan_model: PlanModel, al
 
 
 def _head_workspace(head: HeadSpecs, plan: Plan) -> int:
-    """Return what a head takes in the largest step, in passes that draft, and for hidden states between steps."""
+    """Return a head's workspace in bytes: in the largest step, while drafting, and for hidden states between steps."""
     config, rows, size = head.config, plan.max_num_seqs, ITEMSIZE[plan.dtype]
     passes = workspace(config, plan.dtype, plan.device, True, rows, rows, plan.max_model_len)
     hidden, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
-    # Hidden states, fused ones, those before, embedded tokens, both normed and beside each other, and the product.
+    # Hidden states, fused ones, the previous ones, embedded tokens, both normed and concatenated, and the product.
     row = ((head.taps + 7) * hidden + heads * config.head_dim) * size
     kept = (rows + 1) * (head.draft_tokens + 1) * hidden * size
     return passes.total + (plan.max_num_batched_tokens + plan.captured_rows) * row + kept

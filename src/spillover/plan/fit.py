@@ -1,4 +1,4 @@
-"""How long a sequence and how many KV blocks fit beside the weights, or why not even the shortest does."""
+"""The maximum sequence length and the number of KV blocks that fit next to the weights, or the reason why none do."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from spillover.plan.workspace import (
 )
 from spillover.units import format_bytes
 
-CPU_KV_BYTES = 1 << 30  # KV cache of a CPU plan that was given no budget, where memory allows
-CUDA_SHARE = 0.9  # share of the free memory for a CUDA plan that was given no budget
-MIN_MODEL_LEN = 256  # a shorter context is planned only for who asks for it
-# (requests, tokens) of a step where nobody asked: the first for a model that fits, the others where room is dear.
+CPU_KV_BYTES = 1 << 30  # KV cache of a CPU plan without a given budget, if memory allows
+CUDA_SHARE = 0.9  # share of the free memory used by a CUDA plan without a given budget
+MIN_MODEL_LEN = 256  # minimum default of max_model_len; shorter ones must be requested
+# Default (requests, tokens) of a step: the first for a model that fits, the others if memory is scarce.
 STEPS = {"cpu": ((64, 512), (16, 512), (8, 512), (4, 256), (4, 64)),
          "cuda": ((256, 8192), (64, 8192), (64, 4096), (32, 2048), (16, 2048), (16, 512))}
-STEPS_IN_FLIGHT = 2  # a step is scheduled while the one before it runs, whose window blocks are not dropped yet
+STEPS_IN_FLIGHT = 2  # a step is scheduled while the previous one, whose window blocks are still held, runs
 
 
 class TooFewBlocksError(PlanError):
-    """The blocks asked for hold no sequence of the length asked for: moving weights does not help."""
+    """The given number of blocks is too small for the given length; moving weights does not help."""
 
 
 class Sizes:
-    """What a longest sequence of n tokens asks of the device. Everything here grows with n."""
+    """The device memory needed for sequences of up to n tokens. All sizes grow with n."""
 
     def __init__(self, request: PlanRequest, config: ModelConfig, shape: ModelShape, device: str, native: bool,
                  tiers: tuple[TierPlan, ...] = (), host_bytes: int = 0, draft_scratch: int | None = None) -> None:
-        """Compute the sizes. `draft_scratch`: what products with weights of a model that drafts take; None: there is no
-        such model."""
+        """Make the sizes. `draft_scratch`: scratch bytes of products with the substitutes that draft; None: there are
+        no substitutes."""
         self.request = request
         self.config = config
         self.shape = shape
@@ -52,19 +52,19 @@ class Sizes:
         self.native = native
         self.host_bytes = host_bytes
         self.draft_scratch = draft_scratch
-        self.weight_bytes = shape.weight_bytes  # on the device
-        self.resident = True  # all weights are there in every step
-        # Blocks of a sequence that may wait in host memory: attention streams them only where every layer sees all,
-        # and only as they lay on the device, which is one rank's.
+        self.weight_bytes = shape.weight_bytes  # bytes of weights on the device
+        self.resident = True  # whether all weights are resident
+        # Blocks of a sequence that may be offloaded to host memory: attention can stream them only if every layer has
+        # full attention, they are stored as on the device, and there is one rank.
         host_blocks = next((tier.blocks or 0 for tier in tiers if tier.name == "host"), 0)
         as_is = request.spill_dtype in ("auto", request.kv_cache_dtype) and request.ranks == 1
-        unit = split_blocks(request.block_size)  # blocks that move there together
+        unit = split_blocks(request.block_size)  # blocks that are offloaded together
         self.offloaded_blocks = host_blocks // unit * unit if shape.group_windows == (None,) and as_is else 0
         self.block_bytes = shape.block_bytes(request.block_size)
-        self.steps = STEPS[device][0]  # requests and tokens of one, where nobody asked
+        self.steps = STEPS[device][0]  # default (requests, tokens) of a step
 
     def changed(self, steps: tuple[int, int] | None = None, weight_bytes: int | None = None) -> Sizes:
-        """Return a copy with other steps, or with other weights on the device, while the others come and go."""
+        """Return a copy with other default steps, or with `weight_bytes` on the device and the other weights moving."""
         other = copy.copy(self)
         other.resident = self.resident and weight_bytes is None
         other.steps = steps or self.steps
@@ -79,11 +79,11 @@ class Sizes:
         given = self.request.max_num_batched_tokens
         if given is not None:
             return given
-        tokens = min(self.steps[1], self.max_num_seqs * length)  # more could never be there at once
+        tokens = min(self.steps[1], self.max_num_seqs * length)  # more tokens can never be scheduled at once
         return tokens if self.request.enable_chunked_prefill else max(tokens, length)
 
     def captured_rows(self, length: int) -> int:
-        """Return the rows of the largest prefill step captured as a CUDA graph: 0 where weights come and go, unless
+        """Return the rows of the largest prefill step captured as a CUDA graph; 0 if weights are not resident, unless
         drafts are verified."""
         if self.device != "cuda":
             return 0
@@ -94,7 +94,7 @@ class Sizes:
         return min(CAPTURED_MOVING_ROWS, max_samples(self.max_num_seqs, tokens, drafted)) if drafted else 0
 
     def workspace(self, length: int, long: bool = False) -> Workspace:
-        """Return the workspace. `long`: some of that length's blocks wait in host memory."""
+        """Return the workspace. `long`: whether some blocks of a sequence of that length are offloaded to the host."""
         tokens = self.batched_tokens(length)
         space = workspace(self.config, self.shape.dtype, self.device, self.native, tokens, self.max_num_seqs, length,
                           self.captured_rows(length),
@@ -110,23 +110,23 @@ class Sizes:
             request.kv_cache_dtype, request.spill_dtype))
 
     def _drafting(self, length: int) -> int:
-        """Return the workspace of steps that draft: on a CPU they run where others do, and take more only for their
-        formats; on a GPU they have scratch and graphs of their own."""
+        """Return the workspace of steps that draft: on a CPU they share that of other steps, plus the excess of their
+        scratch; on a GPU they have separate scratch memory and graphs."""
         if self.draft_scratch is None:
             return 0
         if self.device == "cpu":
             return max(0, self.draft_scratch - self.shape.scratch_bytes)
-        rows = self.max_num_seqs  # of which none has several rows, so that nothing needs room for scores
+        rows = self.max_num_seqs  # one row per request, so that no scores are stored
         space = workspace(self.config, self.shape.dtype, self.device, True, rows, rows, length)
         return space.total - space.rope + self.draft_scratch
 
     def least_long_blocks(self, length: int) -> int:
-        """Return the device blocks of an offloaded sequence: what moves at a time, and a step's."""
+        """Return the minimum device blocks of an offloaded sequence: those that move together, and those of a step."""
         size = self.request.block_size
         return split_blocks(size) + math.ceil(self.batched_tokens(length) / size) + 1
 
     def blocks_needed(self, length: int) -> int:
-        """Return a sequence's blocks; a window group keeps its window and the chunks of steps in flight."""
+        """Return the blocks of a sequence; a window group holds its window and the chunks of steps in flight."""
         size = self.request.block_size
         chunks = STEPS_IN_FLIGHT * self.batched_tokens(length)
         full = math.ceil(length / size)
@@ -140,46 +140,46 @@ class Sizes:
         return self.weight_bytes + self.workspace(length, long).total
 
     def kv(self, length: int) -> int:
-        """Return the bytes of blocks for one sequence of that length, and of the dummy block."""
+        """Return the bytes of the blocks of one sequence of that length and of the dummy block."""
         return (self.blocks_needed(length) + 1) * self.block_bytes
 
     @property
     def beside(self) -> str:
-        """Return what else takes the RAM that a CPU plan is made in, for sentences."""
+        """Return the other use of a CPU plan's RAM, for messages: " beside --host-memory ...", or ""."""
         host = self.request.host_memory
         return f" beside --host-memory {size_flag(host)}" if self.device == "cpu" and host is not None else ""
 
     def cure(self, lacking: int) -> str:
-        """Return what helps where `lacking` bytes of the machine are missing."""
+        """Return advice for a message when the machine lacks `lacking` bytes."""
         host = self.request.host_memory
         if self.device == "cpu" and host is not None and lacking < host:
             return f"lower --host-memory to at most {size_flag(host - lacking, up=False)}"
         return "choose a smaller model"
 
     def least(self, length: int) -> int:
-        """Return the bytes to serve one sequence of that length."""
+        """Return the minimum bytes to serve one sequence of that length."""
         return self.fixed(length) + self.kv(length)
 
 
 def step_choices(request: PlanRequest, device: str) -> tuple[tuple[int, int], ...]:
-    """Return the defaults that may be planned with, the largest first; what was asked for is not to be chosen."""
+    """Return the default steps to try, the largest first; only one if both values were given by the user."""
     asked = request.max_num_seqs is not None and request.max_num_batched_tokens is not None
     return STEPS[device][:1] if asked else STEPS[device]
 
 
 def fit(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) -> tuple[int, int]:
-    """Return (max_model_len, blocks) within the budget: the one given, or the default of the device."""
+    """Return (max_model_len, blocks) within the given budget, or the device's default budget."""
     longest = longest_allowed(request, sizes)
     shortest = request.max_model_len or min(longest, MIN_MODEL_LEN)
 
     def room(length: int, long: bool = False) -> int:
-        """Return the bytes for KV beside what that length takes otherwise."""
+        """Return the bytes left for KV after everything else that the length needs."""
         if request.gpu_memory is not None:
             return request.gpu_memory - sizes.fixed(length, long)
         left = available - sizes.fixed(length, long)
         if sizes.device == "cuda":
             return left - int((1 - CUDA_SHARE) * available)
-        # A length that was asked for is given more than the default where the machine has it.
+        # A given length may take more than the default if the machine has it.
         return min(left, max(min(CPU_KV_BYTES, left // 2), sizes.kv(shortest)))
 
     def blocks(length: int, long: bool = False) -> int:
@@ -193,7 +193,7 @@ def fit(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) ->
         return fits(length) or (on_device >= sizes.least_long_blocks(length)
                                 and sizes.blocks_needed(length) <= on_device + sizes.offloaded_blocks)
 
-    # The device's pool alone bounds a length that is chosen here; one that was asked for may reach into host memory.
+    # A default length is bounded by the device's pool; for a given length, blocks may be offloaded to host memory.
     length = request.max_model_len or largest(fits, longest)
     if fits(length) and length >= shortest:
         return length, blocks(length)
@@ -205,8 +205,8 @@ def fit(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) ->
 
 
 def least_resident(request: PlanRequest, sizes: Sizes, length: int) -> int | None:
-    """Return the smallest budget that serves one sequence of that length with every weight on the device; None where
-    some have to leave it, or where the count of blocks was given."""
+    """Return the smallest budget that serves one sequence of that length with all weights resident; None if the
+    request offloads weights, or gives the number of blocks."""
     if request.num_gpu_blocks_override is not None or request.cpu_offload or ":" in request.weights:
         return None
     found = []
@@ -220,7 +220,7 @@ def least_resident(request: PlanRequest, sizes: Sizes, length: int) -> int | Non
 
 
 def fixed_blocks(request: PlanRequest, sizes: Sizes, blocks: int, available: int) -> tuple[int, int]:
-    """Return (max_model_len, blocks) for a count of blocks that was given."""
+    """Return (max_model_len, blocks) for a given number of blocks."""
     longest = longest_allowed(request, sizes)
     resident = largest(lambda n: sizes.blocks_needed(n) <= blocks, longest)
     offloaded = sizes.offloaded_blocks if blocks >= sizes.least_long_blocks(longest) else 0
@@ -247,7 +247,7 @@ def fixed_blocks(request: PlanRequest, sizes: Sizes, blocks: int, available: int
 
 
 def longest_allowed(request: PlanRequest, sizes: Sizes) -> int:
-    """Return the longest sequence, which fits into one step where prompts may not be split."""
+    """Return the maximum length of sequences, which must fit in one step if chunked prefill is off."""
     longest = sizes.config.max_position
     if not request.enable_chunked_prefill and request.max_num_batched_tokens is not None:
         longest = min(longest, request.max_num_batched_tokens)
@@ -280,7 +280,7 @@ def check_machine(request: PlanRequest, machine: Machine, sizes: Sizes, availabl
 def _too_small(
     request: PlanRequest, sizes: Sizes, machine: Machine, available: int, shortest: int, most: int, room: int
 ) -> str:
-    """Return why not even one sequence of `shortest` tokens fits, and what would: `most` tokens, `room` blocks."""
+    """Return the error for a sequence of `shortest` tokens that does not fit; `most` tokens or `room` blocks do."""
     need = sizes.least(shortest)
     cure = "" if need > available else f"raise --gpu-memory to at least {size_flag(need)}"
     if request.gpu_memory is not None:
@@ -313,8 +313,8 @@ def supply(machine: Machine, sizes: Sizes, available: int) -> str:
 
 
 def size_flag(count: int, up: bool = True) -> str:
-    """Format a size as one would type it: 960MiB, 12.4GiB; rounded up for a least and down for a most. In the units of
-    every other size in a sentence."""
+    """Format a size as a flag's value: 960MiB, 12.4GiB; rounded up for a minimum and down for a maximum. Uses binary
+    units, like all other sizes in messages."""
     unit, name, digits = (1 << 30, "GiB", 1) if count >= 10 << 30 else (1 << 20, "MiB", 0)
     if count < unit:
         return f"{count}B"

@@ -1,6 +1,6 @@
-"""What this machine has: cores, memory and the limits on it, devices, disk. Nothing is timed here (see `measure`).
+"""The resources of this machine: cores, memory and its limits, devices, disk. Nothing is timed here (see `measure`).
 
-torch is imported where it is asked: who only reads plans and machines, as a server's front does, does without it.
+torch is imported within functions, as a server's front, which only reads plans and machines, runs without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spillover.cache import cache_root
 from spillover.plan.cgroup import read_limits
 
 _PINNED_TRIAL = 1 << 20
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # a user's own, which stay
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # settings of the user, which take precedence
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,25 @@ class CudaDevice:
 @dataclass(frozen=True)
 class Machine:
     cpu: str
-    cores: int  # this process may use: affinity, then the cgroup's quota
-    cpu_quota: float | None  # cores that the cgroup allows; None: no quota
+    cores: int  # number of cores that this process may use, by affinity and the cgroup's quota
+    cpu_quota: float | None  # number of cores that the cgroup allows; None: no quota
     memory_total: int  # bytes of RAM
-    memory_available: int  # bytes that could be taken now, cgroup counted in
+    memory_available: int  # bytes that could be allocated now, within the cgroup's limit
     memory_limit: int | None  # bytes that the cgroup allows; None: no limit
-    memlock: int | None  # bytes this process may pin; None: no limit
+    memlock: int | None  # bytes that this process may lock; None: no limit
     last_level_cache: int  # bytes; 0: not known
-    process_bytes: int  # resident in this process now: the interpreter, torch and what they loaded
+    process_bytes: int  # resident bytes of this process now: the interpreter, torch and libraries
     cache_folder: str
-    cache_free: int  # bytes free on that folder's disk
+    cache_free: int  # free bytes on the disk of cache_folder
     python_version: str
     torch_version: str
     torch_threads: int
     cuda: tuple[CudaDevice, ...] = ()
-    pinnable: int | None = None  # bytes that CUDA may pin; None: no limit but the memory
+    pinnable: int | None = None  # bytes that CUDA may pin; None: no limit except the memory
 
     @property
     def memory(self) -> int:
-        """Return the RAM this process could ever have: the smaller of what is built in and what the cgroup allows."""
+        """Return the maximum RAM of this process: the machine's, or the cgroup's limit if that is smaller."""
         return self.memory_total if self.memory_limit is None else min(self.memory_total, self.memory_limit)
 
 
@@ -92,14 +92,14 @@ def probe() -> Machine:
 
 
 def probe_memory() -> tuple[int, int]:
-    """Return the bytes of RAM that this process could ever have, and those it could have now; without torch."""
+    """Return (maximum, currently available) bytes of RAM for this process; does not import torch."""
     memory, limits = psutil.virtual_memory(), read_limits()
     return (min(memory.total, limits.memory if limits.memory is not None else memory.total),
             min(memory.available, limits.memory_free if limits.memory_free is not None else memory.available))
 
 
 def trim_heap() -> None:
-    """Hand back what the allocator keeps of freed memory: loading leaves holes between the weights that stay."""
+    """Return freed memory from the allocator to the system: loading leaves holes between the weights."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
@@ -121,22 +121,22 @@ def _cuda_devices() -> tuple[CudaDevice, ...]:
 
 @functools.cache
 def _keep_no_holes() -> None:
-    """Have torch map device memory page by page, before it takes any. In blocks, it would keep the holes that steps of
-    different sizes leave between them: a tenth of the budget, taken beyond it."""
+    """Make torch map device memory page by page, before it allocates any. With its default blocks, the holes between
+    allocations of steps of different sizes would take a tenth of the budget in addition to it."""
     import torch
 
     if any(name in os.environ for name in _ALLOCATOR_SETTINGS):
         return
-    with warnings.catch_warnings():  # it has this one name in every release, and in the newest another beside it
+    with warnings.catch_warnings():  # all releases have this name; the newest deprecates it
         warnings.simplefilter("ignore", FutureWarning)
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 @functools.cache
 def _limit_binds_cuda() -> bool:
-    """Return whether CUDA keeps to the limit on locked memory: most drivers pin pages without counting them against it.
+    """Return whether CUDA respects the limit on locked memory: most drivers pin pages without counting them.
 
-    Tried under a limit lowered to less than a small piece, as trying beyond the real one might take all the memory.
+    Tested by pinning a small piece under an even smaller limit, as exceeding the real limit might use up all memory.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""How fast this machine really is, timed fresh each time: the roofs that every printed number stands under.
+"""Measurement of this machine's rates, from which all printed limits are computed; nothing is cached on disk.
 
-The median over a stretch of repeats is kept: what the machine sustains, not what it reaches for an instant.
+A rate is the median of repeated runs: what the machine sustains, not its peak.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from spillover.plan.hardware import Machine, probe
 from spillover.plan.rates import DiskRates, LinkRates, Rates
 
 _DISK_CHUNK = 4 << 20
-_LINK_BYTES = 64 << 20  # copied to time a link: more than a cache holds on either side
-_QUICK_SECONDS = 0.6  # time to measure for a plan that must choose before it can load
+_LINK_BYTES = 64 << 20  # bytes copied to time a link: more than the caches on either side
+_QUICK_SECONDS = 0.6  # time for measurements when a plan must choose a strategy before loading
 
 
 def measure_rates(device: str = "cpu", seconds: float = 2.0, disk: Path | None = None) -> Rates:
-    """Time this machine for about `seconds`, half of it on memory and half on matrix products."""
+    """Measure this machine for about `seconds`: memory, matrix products, and the link on CUDA; then `disk` if given."""
     machine = probe()
     if device == "cuda":
         if not machine.cuda:
             raise SpilloverError("This machine has no CUDA device that torch can see; use --device cpu")
         rates = _cuda_rates(machine, seconds)
-        torch.cuda.empty_cache()  # or the next plan would find that memory taken
+        torch.cuda.empty_cache()  # otherwise the next plan would count that memory as used
     else:
         rates = Rates("cpu", _cpu_read(machine, seconds / 2), _matrix_rate(2048, torch.float32, "cpu", seconds / 2))
     if disk is None:
@@ -50,7 +50,7 @@ def measure_rates(device: str = "cpu", seconds: float = 2.0, disk: Path | None =
 
 @functools.cache
 def quick_rates(device: str) -> Rates:
-    """Time, once a process and in short, what a plan chooses by when a model does not fit, also of copies on a CPU."""
+    """Measure briefly, once per process, the rates for choosing a strategy, including those of copies on a CPU."""
     rates = measure_rates(device, _QUICK_SECONDS)
     if device == "cpu":
         rates = replace(rates, host_to_device=measure_link("cpu", 1 << 20).to_device)
@@ -58,15 +58,15 @@ def quick_rates(device: str) -> Rates:
 
 
 def read_size(machine: Machine) -> int:
-    """Return the bytes to read through: four times the last cache, within an eighth of the RAM."""
+    """Return the bytes to read in a measurement: four times the last-level cache, at most 1/8 of available RAM."""
     return max(1 << 20, min(max(512 << 20, 4 * machine.last_level_cache), machine.memory_available // 8))
 
 
 def _cpu_read(machine: Machine, seconds: float) -> float:
-    """Return the faster of a reduction and a matrix-vector product: which of them that is differs between CPUs."""
+    """Return the rate of a reduction or a matrix-vector product, whichever is faster: that differs between CPUs."""
     columns = 16384
     rows = max(1, read_size(machine) // (4 * columns))
-    data = torch.empty(rows, columns).fill_(1.0)  # written, or the kernel would hand out one shared page of zeros
+    data = torch.empty(rows, columns).fill_(1.0)  # written, as otherwise the kernel maps one shared page of zeros
     vector, out = torch.ones(columns), torch.empty(rows)
 
     def product() -> None:
@@ -101,7 +101,7 @@ def _cuda_rates(machine: Machine, seconds: float) -> Rates:
 
 
 def _cuda_memory(machine: Machine, seconds: float) -> tuple[float, float]:
-    """Return (read, copy) within the device; a copy counts the bytes read and those written."""
+    """Return the (read, copy) rates of device memory; a copy counts the bytes read and the bytes written."""
     source = torch.zeros(min(4 << 30, machine.cuda[0].free // 8) // 4, device="cuda")
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / _sustained(lambda: target.copy_(source), seconds / 2, "cuda")
@@ -109,7 +109,7 @@ def _cuda_memory(machine: Machine, seconds: float) -> tuple[float, float]:
 
 
 def _cuda_link(nbytes: int, seconds: float) -> tuple[float, float]:
-    """Return (host to device, device to host) from pinned memory."""
+    """Return the (host to device, device to host) rates with pinned memory."""
     count = nbytes // 4
     host, device = torch.zeros(count, pin_memory=True), torch.zeros(count, device="cuda")
     sent = host.nbytes / _sustained(lambda: device.copy_(host, non_blocking=True), seconds / 2, "cuda")
@@ -117,7 +117,7 @@ def _cuda_link(nbytes: int, seconds: float) -> tuple[float, float]:
 
 
 def _kernel_read(seconds: float) -> float:
-    """Return the rate of reading pinned host memory by a kernel, as a step fetches the experts that it misses."""
+    """Return the rate at which a kernel reads pinned host memory, as when a step fetches missing experts."""
     count = 8
     records = torch.zeros(count, _LINK_BYTES // count, dtype=torch.uint8, pin_memory=True)
     slots = torch.empty_like(records, device="cuda")
@@ -129,8 +129,8 @@ def _kernel_read(seconds: float) -> float:
 
 
 def _sustained(run: Callable[[], object], seconds: float, device: str = "cpu", warm: bool = False) -> float:
-    """Return the median seconds of a run. One untimed run first unless all is `warm`; then at least three, until
-    `seconds` are used up."""
+    """Return the median seconds of a run, of at least three runs and about `seconds` in total, after an untimed run
+    unless `warm`."""
     if not warm:
         run()
     times: list[float] = []
@@ -147,10 +147,10 @@ def _sustained(run: Callable[[], object], seconds: float, device: str = "cpu", w
 
 
 def measure_link(device: str, block_bytes: int, seconds: float = 0.1) -> LinkRates:
-    """Time copies for about `seconds`: block by block on a CPU, in large pieces from pinned memory on CUDA."""
+    """Measure copies for about `seconds`: block by block on a CPU, in large pieces from pinned memory on CUDA."""
     if device == "cuda":
         sent, fetched = _cuda_link(_LINK_BYTES, seconds)
-        torch.cuda.empty_cache()  # or the next plan would find that memory taken
+        torch.cuda.empty_cache()  # otherwise the next plan would count that memory as used
         return LinkRates(to_host=fetched, to_device=sent)
     count = max(2, min(_LINK_BYTES, psutil.virtual_memory().available // 16) // block_bytes)
     near, far = (mmap.mmap(-1, count * block_bytes) for _ in range(2))
@@ -163,11 +163,11 @@ def measure_link(device: str, block_bytes: int, seconds: float = 0.1) -> LinkRat
             ctypes.memmove(target + offset, source + offset, block_bytes)
 
     rate = count * block_bytes / _sustained(copy_all, seconds, warm=True)
-    return LinkRates(rate, rate)  # from memory to memory, either way is the same
+    return LinkRates(rate, rate)  # copies within RAM have one rate in both directions
 
 
 def measure_pool(device: str, block_bytes: int, seconds: float = 0.05) -> LinkRates:
-    """Time what an engine's threads do with blocks of a shared pool: a copy over the link, and a checksum."""
+    """Measure the work of an engine's threads per block of a shared pool: a copy over the link, and a checksum."""
     link, threads = measure_link(device, block_bytes, seconds), pool_threads()
     block = memoryview(mmap.mmap(-1, block_bytes))
     summed = block_bytes / _sustained(lambda: checksum(block), seconds, warm=True)
@@ -175,7 +175,7 @@ def measure_pool(device: str, block_bytes: int, seconds: float = 0.05) -> LinkRa
 
 
 def measure_disk(folder: Path, size: int = 64 << 20, seconds: float = 0.12) -> DiskRates:
-    """Write and read a file of up to `size` in `folder` for about `seconds` each, and delete it."""
+    """Measure writes and reads of a temporary file of up to `size` bytes in `folder`, for about `seconds` each."""
     free = psutil.disk_usage(str(folder)).free if folder.is_dir() else None
     if free is None:
         raise SpilloverError(f"--disk {folder} is not a folder; name one on the disk to measure")
@@ -184,7 +184,7 @@ def measure_disk(folder: Path, size: int = 64 << 20, seconds: float = 0.12) -> D
         raise SpilloverError(f"--disk {folder} has too little free space to measure; name a folder on another disk")
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix="spill-rate-") as file:
-            buffer = mmap.mmap(-1, _DISK_CHUNK)  # page aligned, as direct I/O wants it
+            buffer = mmap.mmap(-1, _DISK_CHUNK)  # page aligned, as direct I/O requires
             buffer.write(os.urandom(_DISK_CHUNK))
             done, written = _disk_pass(file.name, os.O_WRONLY, lambda handle: os.writev(handle, [buffer]), chunks,
                                        seconds)
@@ -195,10 +195,10 @@ def measure_disk(folder: Path, size: int = 64 << 20, seconds: float = 0.12) -> D
 
 
 def _disk_pass(path: str, mode: int, step: Callable[[int], int], chunks: int, seconds: float) -> tuple[int, float]:
-    """Return (chunks done, seconds they took): all of them, or as many as the time allows."""
+    """Return (chunks done, seconds taken): all chunks, or as many as the time allows."""
     try:
         handle = os.open(path, mode | getattr(os, "O_DIRECT", 0))
-    except OSError:  # not every file system takes direct I/O
+    except OSError:  # not every file system supports direct I/O
         handle = os.open(path, mode)
     try:
         if hasattr(os, "posix_fadvise"):

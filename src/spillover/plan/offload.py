@@ -1,8 +1,8 @@
-"""Chooses what leaves the device when a model does not fit there, and how; or says what budget would do.
+"""Chooses which weights to offload when a model does not fit on the device, and how; or names a sufficient budget.
 
-Memory goes, in this order, to the workspace of a step, the KV of one longest sequence, rings and transit slots, and
-weights. Then KV grows to one part in KV_SHARE of what the workspace leaves, or to as many longest sequences as may run
-at once if that is less, before weights take the rest.
+Memory is allocated, in this order, to the workspace of a step, the KV of one longest sequence, rings and transit slots,
+and weights. Then KV grows to 1/KV_SHARE of the budget less the workspace, or to the KV of max_num_seqs longest
+sequences if that is less; weights get the rest.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from spillover.plan.strategies import Choice, Strategies, largest
 from spillover.plan.units import Units
 from spillover.units import format_bytes, parse_bytes
 
-LENGTHS = (8192, 4096, 2048)  # a longest sequence that nobody asked for may shrink to these before a refusal
-KV_SHARE = 16  # KV beyond one longest sequence is at most 1/n of the budget less the workspace
-# The workspace is at most 1/n of it, or else little more than the least, where nobody asked for larger steps: a step
-# that streams takes as long whatever its tokens, so that a prompt in twice the steps takes twice as long.
+LENGTHS = (8192, 4096, 2048)  # default lengths of a longest sequence, tried in this order
+KV_SHARE = 16  # KV, unless it is that of one longest sequence, is at most 1/n of the budget less the workspace
+# By default, the workspace is at most 1/n of the budget, or little more than the minimum. A step that streams takes
+# the same time for any number of tokens, so that a prompt in twice as many steps takes twice as long.
 STEP_SHARE = 8
-STREAMED_STEP = {"cuda": (256, 16384)}  # tried before the steps of a model that fits
-RESERVE = 2 << 30  # host memory that weights leave free, or a tenth of it if that is more
+STREAMED_STEP = {"cuda": (256, 16384)}  # (requests, tokens) tried before the steps of a model that fits
+RESERVE = 2 << 30  # bytes of host memory that weights leave free; a tenth of the available memory if that is more
 AUTO = ("experts", "sequential", "host-experts")
-LAST = "demand"  # needs the least room, and is slower than any of those
-# Rates to choose by where none were measured; what is printed is always measured.
+LAST = "demand"  # fallback, which needs the least room and is slower than the others
+# Rates for the choice of a strategy if none were measured; printed rates are always measured ones.
 TYPICAL = {
     "cpu": Rates("cpu", memory_read=20e9, float32=200e9),
     "cuda": Rates("cuda", memory_read=1e12, float32=30e12, bfloat16=150e12, host_to_device=25e9, kernel_read=23e9,
@@ -42,7 +42,7 @@ TYPICAL = {
 
 @dataclass(frozen=True)
 class Offload:
-    """A device too small for the model, and all that a strategy is chosen by."""
+    """The inputs to the choice of a strategy for a model that does not fit on the device."""
 
     request: PlanRequest
     config: ModelConfig
@@ -51,9 +51,9 @@ class Offload:
     machine: Machine
     device: str
     native: bool
-    rates: Callable[[], Rates | None]  # asked for only where strategies are compared or shown
-    resident_least: int | None = None  # the budget that every weight could stay with, if that is allowed
-    draft_scratch: int | None = None  # as Sizes has it
+    rates: Callable[[], Rates | None]  # called only if strategies are compared or shown
+    resident_least: int | None = None  # smallest budget with all weights resident; None if that is not allowed
+    draft_scratch: int | None = None  # as in Sizes
 
     @property
     def budget(self) -> int:
@@ -62,7 +62,7 @@ class Offload:
             return self.request.gpu_memory
         if self.device == "cuda":
             return int(CUDA_SHARE * self.machine.cuda[0].free)
-        # The same RAM: what is not kept is read from disk, unless it was asked to lie beside.
+        # The host is the same RAM: other weights are read from disk, unless host memory or an offload was requested.
         beside = self.request.host_memory or (self.shape.weight_bytes if self.request.cpu_offload else 0)
         return max(0, self.machine.memory_available - beside - self._reserve)
 
@@ -89,7 +89,7 @@ class Offload:
 
     @property
     def sizes(self) -> Sizes:
-        """Return the sizes of all but the weights."""
+        """Return the sizes of everything except the weights."""
         return Sizes(self.request, self.config, self.shape, self.device, self.native,
                      draft_scratch=self.draft_scratch).changed(weight_bytes=0)
 
@@ -99,14 +99,14 @@ class Offload:
 
     @property
     def others(self) -> list[Choice]:
-        """Return what auto chooses from, and what a refusal proposes: the strategies that no other one always beats."""
+        """Return the strategies that auto chooses from and errors propose: those that no other one always beats."""
         return [Choice(name) for name in AUTO if self.units.stacks or "experts" not in name]
 
     def given(self, budget: int) -> Offload:
         return replace(self, request=replace(self.request, gpu_memory=budget))
 
     def lengths(self, sizes: Sizes) -> list[int]:
-        """Return lengths of a longest sequence, the most welcome first."""
+        """Return the lengths of a longest sequence to try, in order of preference."""
         if self.request.max_model_len is not None:
             return [self.request.max_model_len]
         longest = longest_allowed(self.request, sizes)
@@ -120,7 +120,7 @@ class Offload:
         return sizes.kv(length) if blocks is None else (blocks + 1) * sizes.block_bytes
 
     def settings(self) -> Iterator[tuple[Sizes, int]]:
-        """Yield the steps and longest sequences to plan with, the most welcome first; the least is always there."""
+        """Yield the steps and longest sequences to try, in order of preference; the smallest is always included."""
         steps = step_choices(self.request, self.device)
         if self.device in STREAMED_STEP and self.request.max_num_batched_tokens is None:
             steps = (STREAMED_STEP[self.device], *steps)
@@ -134,7 +134,7 @@ class Offload:
 
 
 def plan_weights(ask: Offload) -> tuple[WeightPlan, Sizes]:
-    """Return what lies where, and what steps it leaves room for; or a refusal that names a budget."""
+    """Return the placement of weights, and the sizes of steps that fit with it. Raises if the budget is too small."""
     choice = _choice(ask)
     if ask.request.paged_tokens is not None and not ask.units.stacks:
         raise PlanError(f"--paged-tokens was given but {ask.request.model} has no experts to page; leave it out")
@@ -165,7 +165,7 @@ def plan_weights(ask: Offload) -> tuple[WeightPlan, Sizes]:
 
 
 def _choice(ask: Offload) -> Choice | None:
-    """Return the strategy asked for; None: the fastest."""
+    """Return the requested strategy; None: choose the fastest."""
     if ask.request.cpu_offload:
         return Choice("cpu-offload", ask.request.cpu_offload)
     name, _, count = ask.request.weights.partition(":")
@@ -189,7 +189,7 @@ def _check(ask: Offload, choice: Choice) -> None:
 
 
 def _check_card(ask: Offload, choice: Choice, plan: WeightPlan) -> None:
-    """Refuse more managed memory than the card has free, whatever of it may be there at a time."""
+    """Refuse more managed memory than the card has free, even though only a part of it is on the card at a time."""
     if not plan.managed_bytes or ask.device != "cuda" or ask.request.uvm_oversubscribe:
         return
     beside, free = ask.budget - plan.device_bytes, ask.machine.cuda[0].free
@@ -201,7 +201,7 @@ def _check_card(ask: Offload, choice: Choice, plan: WeightPlan) -> None:
 
 
 def _instead(ask: Offload, choice: Choice) -> list[str]:
-    """Return what to type for another strategy that fits as it is; nothing, if none does."""
+    """Return advice to use another strategy that fits without other changes; empty if there is none."""
     others = (other for other in (*ask.others, Choice(LAST)) if other.name != choice.name)
     fitting = next((other for other in others if _place(ask, other) is not None), None)
     return [] if fitting is None else [f"use {fitting}, which fits"]
@@ -216,7 +216,7 @@ def _place(ask: Offload, choice: Choice) -> tuple[WeightPlan, Sizes] | None:
         if least is None:
             continue
         most = max(kv, min(left // KV_SHARE, sizes.max_num_seqs * kv))
-        # A layer more on the host is too much for some KV: that gets what the last layer to stay leaves.
+        # Host experts move in whole layers, too much for a little more KV: KV gets the rest that no layer fits in.
         fixed = ask.request.num_gpu_blocks_override is not None or choice.name == "host-experts"
         plan = None if fixed else ask.strategies.place(choice, room - (most - kv))
         chosen = plan or least
@@ -225,7 +225,7 @@ def _place(ask: Offload, choice: Choice) -> tuple[WeightPlan, Sizes] | None:
 
 
 def _need(ask: Offload, choice: Choice) -> int | None:
-    """Return the smallest budget that this strategy works with; None: it is not the budget that is too small."""
+    """Return the smallest budget for a strategy; None if no budget is enough, because of host memory."""
     least = ask.strategies.least(choice)
     if least is None:
         return None
@@ -238,7 +238,7 @@ def _works(ask: Offload, choice: Choice, budget: int) -> bool:
 
 
 def _refusal(ask: Offload, choice: Choice, chosen: bool = True) -> str:
-    """Return one sentence: what is needed, what there is, and what to type. `chosen`: the user named the strategy."""
+    """Return an error message: needed memory, available memory, advice. `chosen`: the user named the strategy."""
     request = ask.request
     need = _need(ask, choice)
     instead = _instead(ask, choice) if chosen else []
@@ -256,7 +256,7 @@ def _refusal(ask: Offload, choice: Choice, chosen: bool = True) -> str:
         against = f"--gpu-memory is {size_flag(ask.budget)}"
     else:
         against = f"{supply(ask.machine, sizes, ask.available)}, of which {format_bytes(ask.budget)} are planned with"
-    # Where a long sequence may wait in host memory, less may do to keep every weight, and then that is planned.
+    # If blocks can be offloaded to host memory, a smaller budget may be enough with all weights resident.
     least = min(need, ask.resident_least or need)
     typed = size_flag(least)
     works = least <= ask.available if least < need else _works(ask, choice, parse_bytes(typed))

@@ -1,4 +1,4 @@
-"""The least that each part of a step must move and compute, part by part: what `roofline.step_limit` is in sum, and
+"""Limits of the parts of a step: the bytes and FLOPs of each part, which `roofline.step_limit` has as a sum, and
 the activations that pass between kernels."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from spillover.plan.shapes import ModelShape, model_shape
 
 QKV, OUT, GATE_UP, DOWN, ROUTER, HEAD = "qkv", "o", "gate_up", "down", "router", "head"
 ATTENTION, EXPERTS, NORMS, ROPE_STORE, SAMPLING = "attention", "experts", "norms", "rope and KV store", "sampling"
-_LINEARS = (QKV, OUT, GATE_UP, DOWN, ROUTER)  # as models name their weights
+_LINEARS = (QKV, OUT, GATE_UP, DOWN, ROUTER)  # names of weights in the specs
 
 
 class PartLimits:
@@ -24,8 +24,8 @@ class PartLimits:
                          for spec in weights if spec.name in _LINEARS]
 
     def step(self, batch: Sequence[tuple[int, int]]) -> dict[str, Limit]:
-        """Return the limit of each part of a step. `batch`: (new tokens, tokens cached before) of each request, which
-        samples a token."""
+        """Return the limit of each part of a step. `batch`: (new tokens, cached tokens) of each request; each samples
+        one token."""
         config, shape = self._config, self._shape
         size, hidden, layers = shape.itemsize, shape.hidden_size, config.num_layers
         tokens, rows = sum(new for new, _ in batch), len(batch)
@@ -35,13 +35,13 @@ class PartLimits:
             limits[part] = limits.get(part, Limit(0.0, 0.0, shape.dtype)) + Limit(read, flops, shape.dtype)
 
         for name, weight_bytes, outputs, inputs in self._linears:
-            written = outputs // 2 if name == GATE_UP else outputs  # the activation halves them
+            written = outputs // 2 if name == GATE_UP else outputs  # the activation halves the outputs
             add(name, weight_bytes + tokens * (inputs + written) * size, 2.0 * tokens * outputs * inputs)
         add(HEAD, shape.head_bytes + rows * (hidden + shape.vocab_size) * size, 2.0 * shape.head_params * rows)
         add(SAMPLING, rows * shape.vocab_size * size)
-        add(NORMS, (2 * layers + 1) * 4 * tokens * hidden * size)  # reads x and the residual, writes both
+        add(NORMS, (2 * layers + 1) * 4 * tokens * hidden * size)  # x and the residual are read and written
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        turned = 2 * (heads + kv_heads) + kv_heads  # heads: queries and keys are read and written, values read
+        turned = 2 * (heads + kv_heads) + kv_heads  # heads: queries and keys are read and written, values are read
         add(ROPE_STORE, layers * tokens * (turned * dim * size + shape.kv_layer_bytes))
         for window, count in shape.windows:
             for new, context in batch:

@@ -1,6 +1,6 @@
-"""Splits a memory budget between weights, KV blocks and workspace, or says in one sentence why it cannot be done.
+"""Splits a memory budget between weights, KV blocks and workspace, or raises an error that explains why it cannot.
 
-Nothing is loaded or allocated here: a plan is arithmetic over shapes and what the machine has; the engine keeps to it.
+Nothing is loaded or allocated here: a plan is arithmetic over shapes and the machine's memory; the engine follows it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from spillover.plan.tiers import TierPlan, check_host_memory, host_bytes, plan_t
 from spillover.plan.units import weight_units
 from spillover.plan.workspace import Workspace
 
-# Of the process, first touched after the plan is made: code of torch and the native kernels, thread stacks, the slack
-# of allocators. 12 to 27 MiB were measured on three machines, whatever the model.
+# Memory of the process that is first touched after planning: code of torch and the native kernels, thread stacks, slack
+# of allocators. 12 to 27 MiB were measured on three machines, independent of the model.
 RUNTIME_BYTES = 40 << 20
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The least time of typical steps on this machine, by measured rates."""
+    """The least time of typical steps on this machine, at measured rates."""
 
-    context: int  # tokens in the cache of each decoding request
+    context: int  # cached tokens of each decoding request
     prefill_tokens: int
     decode_1: Roof
     decode_16: Roof
@@ -57,7 +57,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What a head that drafts takes of the device, besides its layer of the KV blocks."""
+    """The device memory of a draft head, in addition to its layer in the KV blocks."""
 
     name: str
     weight_bytes: int
@@ -74,34 +74,34 @@ class Plan:
     weight_bytes: int
     block_size: int
     block_bytes: int
-    num_blocks: int  # blocks that requests can use
-    kv_bytes: int  # all blocks and the dummy block, which padding points at
+    num_blocks: int  # number of blocks that requests can use
+    kv_bytes: int  # bytes of all blocks and the dummy block
     workspace: Workspace
     workspace_bytes: int
-    base_bytes: int  # CPU: resident in the process whatever the model; CUDA: 0, it lies on the host
-    budget_bytes: int | None  # --gpu-memory, if it was given
-    available_bytes: int  # on the device when the plan was made
+    base_bytes: int  # CPU: resident bytes of the process without a model; CUDA: 0, as they are on the host
+    budget_bytes: int | None  # --gpu-memory; None if it was not given
+    available_bytes: int  # bytes available on the device when the plan was made
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    windows: tuple[int | None, ...]  # one a group of layers
-    blocks_per_sequence: int  # blocks of max_model_len tokens, all groups
+    windows: tuple[int | None, ...]  # window of each layer group
+    blocks_per_sequence: int  # blocks of all groups for max_model_len tokens
     kv_cache_dtype: str = "auto"
     spill_dtype: str = "auto"
-    slot_bytes: int = 0  # bytes of a block that has left the device
-    tiers: tuple[TierPlan, ...] = ()  # below the device, nearest first
-    host_bytes: int = 0  # RAM that they take at most
+    slot_bytes: int = 0  # bytes of a block in lower tiers
+    tiers: tuple[TierPlan, ...] = ()  # lower tiers, nearest first
+    host_bytes: int = 0  # maximum RAM of the lower tiers
     costs: Costs | None = None
     placement: WeightPlan | None = None  # None: every weight is resident
     captured_rows: int = 0  # rows of the largest prefill step captured as a CUDA graph
-    draft: Plan | None = None  # of the draft model, which is part of the same budget
-    substitutes: SubstitutePlan | None = None  # copies of layers, which draft
-    head: HeadPlan | None = None  # of the same budget, which drafts from hidden states
-    notes: tuple[str, ...] = ()  # flags that were given and change nothing under this plan, a sentence each
+    draft: Plan | None = None  # plan of the draft model, within the same budget
+    substitutes: SubstitutePlan | None = None  # rounded copies of layers, which draft
+    head: HeadPlan | None = None  # draft head, within the same budget
+    notes: tuple[str, ...] = ()  # one sentence for each given flag that has no effect under this plan
 
     @property
     def device_weight_bytes(self) -> int:
-        """Return the bytes of weights on the device, copies of those kept elsewhere and a head's included."""
+        """Return the bytes of weights on the device, including copies of non-resident weights and a draft head."""
         head = 0 if self.head is None else self.head.weight_bytes
         if self.placement is not None:
             return self.placement.device_bytes + head
@@ -113,29 +113,29 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Return what a --gpu-memory budget is held against."""
+        """Return the bytes that count against a --gpu-memory budget."""
         own = self.device_weight_bytes + self.kv_bytes + self.workspace_bytes
         own += 0 if self.head is None else self.head.workspace_bytes
         return own + (0 if self.draft is None else self.draft.device_bytes)
 
     @property
     def total_bytes(self) -> int:
-        """Return device memory once loaded; on a CPU that of the process, its base and host tier included."""
+        """Return the bytes of device memory after loading; on a CPU the process's, including base and host tier."""
         host = self.host_bytes + self.host_weight_bytes if self.device == "cpu" else 0
         return self.device_bytes + self.base_bytes + host
 
     @property
     def host_blocks(self) -> int:
-        """Return the blocks of the host tier; 0 without one."""
+        """Return the number of blocks of the host tier; 0 without one."""
         return next((tier.blocks or 0 for tier in self.tiers if tier.name == "host"), 0)
 
     @property
     def offloaded_blocks(self) -> int:
-        """Return the blocks of a longest sequence that the device has no room for and that wait in host memory."""
+        """Return the number of blocks of a longest sequence that do not fit on the device and are offloaded."""
         return max(0, self.blocks_per_sequence - self.num_blocks)
 
     def tokens(self, blocks: int) -> int:
-        """Return the tokens that n blocks hold, if no layer forgot what lies behind its window."""
+        """Return the tokens that n blocks hold, as if no layer freed blocks before its window."""
         return blocks // len(self.windows) * self.block_size
 
     @property
@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def max_concurrency(self) -> float:
-        """Return the sequences of max_model_len that fit on the device at once."""
+        """Return the number of sequences of max_model_len that fit on the device at once."""
         return self.num_blocks / self.blocks_per_sequence
 
 
@@ -157,12 +157,12 @@ def make_plan(
     measure: Callable[[str], Rates] | None = None,
     substitutes: WeightSpecs | None = None,
 ) -> Plan:
-    """Make a plan. `measure` times the device, only for a model that does not fit and has no given rates;
-    `substitutes`: of the layers, as their copies are kept if the request asks for some."""
+    """Make a plan. `measure`: measures the device; called only for a model that does not fit, without given rates.
+    `substitutes`: specs of the rounded copies of layers, if the request has substitutes."""
     device, dtype = where(request, config, machine)
-    from spillover.kernels.native import panel_width  # imports torch, which who only reads a plan does without
+    from spillover.kernels.native import panel_width  # imported here, as reading a plan does not need torch
 
-    # Without the native kernels, which serve float32 on a CPU, attention needs room for its scores.
+    # Without the native kernels, which are for float32 on a CPU, attention needs memory for scores.
     native = device == "cpu" and dtype == "float32" and panel_width() > 0
     kept = kept_on(specs, device, dtype)
     shape = model_shape(config, kept, dtype, request.kv_cache_dtype)
@@ -176,7 +176,7 @@ def make_plan(
     draft_scratch = None if copies is None else scratch_bytes(copies, dtype)
     sizes = Sizes(request, config, shape, device, native, tiers, host_bytes(tiers, slot_bytes, request.spill),
                   draft_scratch)
-    if device == "cpu":  # where all layers stay, they are drafted for all the same
+    if device == "cpu":  # resident layers have substitutes too
         sizes.weight_bytes += sum(units.substitutes.values())
     # On the CPU the device tier and the host tier are the same RAM.
     available = machine.memory_available - sizes.host_bytes if device == "cpu" else machine.cuda[0].free
@@ -237,13 +237,13 @@ def make_plan(
 
 
 def where(request: PlanRequest, config: ModelConfig, machine: Machine) -> tuple[str, str]:
-    """Return the device, and the type that is computed in."""
+    """Return (device, compute type)."""
     device = _device(request, machine)
     return device, _dtype(request, config, device)
 
 
 def with_costs(plan: Plan, config: ModelConfig, specs: WeightSpecs, rates: Rates) -> Plan:
-    """Return the plan, and what its steps cost at least at these rates."""
+    """Return the plan with the least time of typical steps at these rates."""
     roofline = Roofline(model_shape(config, specs, plan.dtype, kv_dtype=plan.kv_cache_dtype), rates)
     context, tokens = min(512, plan.max_model_len - 1), min(512, plan.max_model_len, plan.max_num_batched_tokens)
     costs = Costs(
@@ -257,7 +257,7 @@ def with_costs(plan: Plan, config: ModelConfig, specs: WeightSpecs, rates: Rates
 
 
 def _with_predicted(plan: Plan, config: ModelConfig, specs: WeightSpecs, rates: Rates) -> Plan:
-    """Return the plan, and how fast steps would be whose weights are not all on the device."""
+    """Return the plan with the predicted speed if not all weights are on the device."""
     if plan.placement is None:
         return plan
     predicted = predict(plan.placement, weight_units(config, specs, plan.dtype),
@@ -267,14 +267,14 @@ def _with_predicted(plan: Plan, config: ModelConfig, specs: WeightSpecs, rates: 
 
 
 def _resident(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) -> tuple[Sizes, int, int] | None:
-    """Plan with every weight on the device: (sizes, max_model_len, blocks); None: some have to leave it, or are to."""
+    """Plan with all weights resident: (sizes, max_model_len, blocks). None if some must be, or are to be, offloaded."""
     strategy, _, count = request.weights.partition(":")
     if request.cpu_offload or count:
         return None
     if strategy == "resident":
         return sizes, *_blocks(request, sizes, machine, available)
-    # Where a length or a count of blocks was asked for, that decides; and without a budget there is no host memory
-    # beside a CPU's RAM, so that weights would go to disk for a longer sequence.
+    # A requested length or number of blocks decides. Without a budget on a CPU there is no separate host memory, so
+    # that offloading weights for a longer sequence would move them to disk.
     chosen = request.max_model_len is not None or request.num_gpu_blocks_override is not None
     no_home = sizes.device == "cpu" and request.gpu_memory is None
     shortest = 1 if chosen or no_home else min(LENGTHS[-1], longest_allowed(request, sizes))
@@ -296,14 +296,14 @@ def _resident(request: PlanRequest, sizes: Sizes, machine: Machine, available: i
 
 
 def _blocks(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) -> tuple[int, int]:
-    """Return (max_model_len, blocks) beside the weights that lie on the device."""
+    """Return (max_model_len, blocks) that fit next to the weights on the device."""
     if request.num_gpu_blocks_override is not None:
         return fixed_blocks(request, sizes, request.num_gpu_blocks_override, available)
     return fit(request, sizes, machine, available)
 
 
 def _left_for_kv(request: PlanRequest, placement: WeightPlan, slot_bytes: int) -> int | None:
-    """Return what weights leave of --host-memory; None: not even a block."""
+    """Return the bytes of --host-memory that weights leave for KV; None if they are less than a block."""
     left = (request.host_memory or 0) - placement.host_bytes
     return left if left >= slot_stride(slot_bytes) else None
 

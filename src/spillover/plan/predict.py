@@ -1,6 +1,6 @@
-"""How fast a plan of weights would be at best: what a step reads, moves and has computed elsewhere, at measured rates.
+"""The predicted best speed of a placement of weights: what a step reads, moves and computes, at measured rates.
 
-Routing is taken to be uniform: real routing repeats itself and hits more often.
+Routing is assumed to be uniform; real routing repeats itself and has more hits.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from spillover.plan.roofline import Limit, step_limit
 from spillover.plan.shapes import ModelShape
 from spillover.plan.units import Units
 
-CONTEXT = 512  # tokens in the cache of the request that decodes
-PROMPT = 512  # tokens of the prompt that is taken in
-UNKNOWN_DISK = 1e9  # bytes a second, of a disk that was not timed
+CONTEXT = 512  # cached tokens of the decoding request
+PROMPT = 512  # tokens of the prompt in a prefill
+UNKNOWN_DISK = 1e9  # bytes per second assumed for a disk that was not measured
 
 
 @dataclass(frozen=True)
 class _Moves:
-    """Bytes of one step."""
+    """The bytes that one step moves, or that the host computes with."""
 
-    streamed: float  # parts that are known to be needed before they are, and what travels with them
-    missed: float  # experts that are asked for and not there
+    streamed: float  # parts whose need is known in advance, and experts that move with them
+    missed: float  # experts that miss
     hosted: float  # experts that the host computes
-    from_disk: float  # bytes that come from disk
+    from_disk: float  # bytes read from disk
 
 
 def predict(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates, max_model_len: int,
@@ -35,7 +35,7 @@ def predict(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates, max
     hit = hit_rate(plan, units)
     decode, prefill = (_moves(plan, units, shape, hit or 0.0, count, rates) for count in (1, tokens))
     device = step_limit(shape, [(1, context)])
-    # The host reads what it computes, instead of the device.
+    # The host, not the device, reads the experts that it computes.
     device = Limit(max(0.0, device.bytes - decode.hosted), device.flops, device.dtype)
     decode_seconds, decode_time, decode_roof = _time(plan, device, decode, rates, shared=tokens_fetched(plan, 1))
     whole = step_limit(shape, [(tokens, 0)])
@@ -57,14 +57,14 @@ def predict(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates, max
 
 
 def predict_pass(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates, rows: int, context: int) -> float:
-    """Return the seconds of a step that computes `rows` tokens of one request behind `context` others."""
+    """Return the seconds of a step that computes `rows` tokens of one request after `context` cached ones."""
     moves = _moves(plan, units, shape, hit_rate(plan, units) or 0.0, rows, rates)
     return _time(plan, step_limit(shape, [(rows, context)]), moves, rates, shared=False)[1]
 
 
 def predict_batch(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates,
                   batch: Sequence[tuple[int, int]]) -> tuple[float, str]:
-    """Return (seconds, what binds) of a step of (new tokens, tokens cached before) of each request."""
+    """Return (seconds, the roof that binds) of a step. `batch`: (new tokens, cached tokens) of each request."""
     tokens = sum(new for new, _ in batch)
     moves = _moves(plan, units, shape, hit_rate(plan, units) or 0.0, tokens, rates)
     device = step_limit(shape, batch)
@@ -74,8 +74,8 @@ def predict_batch(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rate
 
 
 def hit_rate(plan: WeightPlan, units: Units) -> float | None:
-    """Return the hit rate of experts asked for in layers that have slots; None: there are no slots."""
-    if plan.managed_bytes and units.stacks:  # what every token goes through is used last, and stays
+    """Return the hit rate of experts in layers that have slots or managed pages; None if there are none."""
+    if plan.managed_bytes and units.stacks:  # weights that every token uses are the most recently used, and stay
         experts = sum(units.stacks.values())
         return min(1.0, max(0, plan.device_bytes - (units.total - experts)) / experts)
     if not plan.quota:
@@ -85,7 +85,7 @@ def hit_rate(plan: WeightPlan, units: Units) -> float | None:
 
 
 def tokens_fetched(plan: WeightPlan, tokens: int) -> bool:
-    """Return whether a step of n tokens fetches its misses itself and may leave some to the host."""
+    """Return whether a step of n tokens fetches its misses itself and may let the host compute some of them."""
     return plan.strategy == "experts" and tokens <= plan.paged_tokens
 
 
@@ -107,7 +107,7 @@ def _moves(plan: WeightPlan, units: Units, shape: ModelShape, hit: float, tokens
             missed += count
         elif where == "host":
             count = asked
-            # A step that is too long for the host streams them to a GPU; a CPU computes with them where they are.
+            # A step that is too long for the host streams them to a GPU; a CPU computes with them in place.
             if tokens <= plan.paged_tokens or rates.device == "cpu":
                 hosted += count
             else:
@@ -120,7 +120,7 @@ def _moves(plan: WeightPlan, units: Units, shape: ModelShape, hit: float, tokens
 
 def _time(plan: WeightPlan, device: Limit, moves: _Moves, rates: Rates,
           shared: bool) -> tuple[tuple[tuple[str, float], ...], float, str]:
-    """Return (seconds of each roof, of the step, the longest roof). `shared`: host and link divide the misses."""
+    """Return (seconds by roof, seconds of the step, the roof that binds). `shared`: host and link share the misses."""
     link, host = _link(rates), rates.host_read or rates.memory_read
     computing = device.seconds(rates)
     bound = device.bound(rates)
@@ -129,9 +129,9 @@ def _time(plan: WeightPlan, device: Limit, moves: _Moves, rates: Rates,
     streaming = moves.streamed / link
     hosting = moves.hosted / host
     reading = moves.from_disk / (rates.disk_read or UNKNOWN_DISK)
-    # A CPU copies with the cores and the memory it computes with, so that nothing is had beside anything else.
+    # A CPU copies with the same cores and memory that it computes with, so that nothing overlaps.
     ahead = plan.strategy in ("sequential", "experts", "host-experts", "uvm-prefetch") and rates.device == "cuda"
-    if shared and ahead:  # what a layer misses is known when it is reached, and waited for
+    if shared and ahead:  # a layer's misses are known when it is reached, and waited for
         seconds = max(computing + fetching + reading, streaming + fetching)
     elif ahead:
         seconds = max(computing + hosting, streaming + fetching, reading)
@@ -146,7 +146,7 @@ def _time(plan: WeightPlan, device: Limit, moves: _Moves, rates: Rates,
 
 
 def _link(rates: Rates) -> float:
-    """Return bytes a second from host or disk to the device; a copy on a CPU reads and writes the same memory."""
+    """Return the bytes per second to the device; a copy on a CPU reads and writes the same memory."""
     return rates.host_to_device or rates.memory_read / 2
 
 
@@ -155,7 +155,7 @@ def _kernel_link(rates: Rates) -> float:
 
 
 def _link_share(plan: WeightPlan, rates: Rates) -> float:
-    """Return the share of a decode step's misses that come over the link while the host computes the others."""
+    """Return the share of a decode step's misses that are copied over the link while the host computes the others."""
     if plan.strategy != "experts" or rates.device == "cpu" or rates.host_read is None:
         return 1.0
     return _kernel_link(rates) / (_kernel_link(rates) + rates.host_read)

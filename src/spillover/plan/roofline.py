@@ -1,10 +1,10 @@
-"""The fastest a step could be on this machine: the bytes it must read and the FLOPs it must do, at measured rates.
+"""The least time of a step on this machine: from the bytes it must read and its FLOPs, at measured rates.
 
     roofline = Roofline(model_shape(config, specs, "float32"), measure_rates("cpu"))
     roof = roofline.decode(batch=16, context=512)
     print(f"{1 / seconds:.1f} step/s, {roof.percent(seconds):.0f}% of the limit ({roof})")
 
-Weights are read once a step whatever the batch; a mixture reads the experts that uniform routing would touch.
+Weights are read once per step for any batch; a mixture reads the experts that uniform routing would use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ LOGIT_BYTES = 4  # logits are float32 in every engine type
 
 @dataclass(frozen=True)
 class Limit:
-    """What must be moved and computed, before any machine is named."""
+    """The bytes to move and the FLOPs to compute, independent of a machine."""
 
     bytes: float
     flops: float
-    dtype: str  # the FLOPs are done in
+    dtype: str  # type of the FLOPs
 
     def seconds(self, rates: Rates) -> float:
         return max(self.bytes / rates.memory_read, self.flops / rates.flops(self.dtype))
@@ -43,7 +43,7 @@ class Roof:
     """A limit on one machine."""
 
     seconds: float
-    tokens: int  # sampled by a decode, or taken in by a prefill
+    tokens: int  # tokens sampled by a decode, or processed by a prefill
     bound: str  # "memory" | "compute"
     limit: Limit
 
@@ -52,7 +52,7 @@ class Roof:
         return self.tokens / self.seconds
 
     def percent(self, seconds: float) -> float:
-        """Return how much of the limit a measured time reaches; 100 is the roof."""
+        """Return the limit as a percentage of a measured time; 100 is the roof."""
         return 100 * self.seconds / seconds
 
     def __str__(self) -> str:
@@ -69,17 +69,17 @@ class Roofline:
         return self.step([(1, context)] * batch, batch)
 
     def prefill(self, tokens: int, context: int = 0) -> Roof:
-        """Return the limit of one request's `tokens` of prompt in one step, after `context` that are cached."""
+        """Return the limit of a step that computes `tokens` of one request's prompt after `context` cached ones."""
         return self.step([(tokens, context)], tokens)
 
     def step(self, batch: Sequence[tuple[int, int]], tokens: int | None = None) -> Roof:
-        """Return the limit of a mixed step of (new tokens, tokens cached before); `tokens`: the count of its rate."""
+        """Return the limit of a mixed step of (new tokens, cached tokens); `tokens`: the number used for its rate."""
         limit = step_limit(self.shape, batch)
         count = sum(new for new, _ in batch) if tokens is None else tokens
         return Roof(limit.seconds(self.rates), count, limit.bound(self.rates), limit)
 
     def generate(self, batch: int, prompt: int, output: int) -> Roof:
-        """Return the limit of `batch` equal requests all at once: a prefill, then `output` - 1 decodes."""
+        """Return the limit of a batch of `batch` equal requests: one prefill, then `output` - 1 decodes."""
         steps = [self.step([(prompt, 0)] * batch)]
         steps += [self.decode(batch, prompt + drawn) for drawn in range(output - 1)]
         limit = steps[0].limit
@@ -91,16 +91,16 @@ class Roofline:
 
 
 def step_limit(shape: ModelShape, batch: Sequence[tuple[int, int]]) -> Limit:
-    """Return the limit of a step. `batch`: (new tokens, tokens cached before) of each request; each samples a token."""
+    """Return the limit of a step. `batch`: (new tokens, cached tokens) of each request; each samples one token."""
     tokens = sum(new for new, _ in batch)
     rows = len(batch)
     read = (
         shape.layer_bytes
         + shape.expert_layers * shape.distinct_experts(tokens) * shape.expert_bytes
         + shape.head_bytes
-        + tokens * shape.hidden_size * shape.itemsize  # rows of the embedding
+        + tokens * shape.hidden_size * shape.itemsize  # reads of embedding rows
         + rows * shape.vocab_size * LOGIT_BYTES
-        + tokens * shape.kv_token_bytes  # written
+        + tokens * shape.kv_token_bytes  # writes of KV
     )
     expert_params = shape.expert_layers * shape.experts_per_token * shape.expert_params
     flops = 2 * (shape.layer_params + expert_params) * tokens + 2 * shape.head_params * rows
@@ -113,11 +113,11 @@ def step_limit(shape: ModelShape, batch: Sequence[tuple[int, int]]) -> Limit:
 
 
 def keys_seen(new: int, context: int, window: int | None) -> int:
-    """Sum over the new tokens of the keys each attends to: itself, and what lies before it within the window."""
+    """Return the number of keys that the new tokens attend to, summed: themselves, and earlier ones in the window."""
     last = context + new
     if window is None or last <= window:
         return (last * (last + 1) - context * (context + 1)) // 2
-    growing = max(0, window - context)  # tokens that still see everything before them
+    growing = max(0, window - context)  # new tokens whose window covers all tokens before them
     return (growing * context + growing * (growing + 1) // 2) + (new - growing) * window
 
 

@@ -1,4 +1,4 @@
-"""Bytes and parameters of a model, counted from its configuration and the list of its weights. No tensors."""
+"""Bytes and parameters of a model, counted from its configuration and specs; no tensors."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
 from spillover.models.weight_specs import WeightSpecs, is_expert
 
-KV_SCALE_BYTES = 4  # scale of KV in eight bits: a float32 for each token, head, and key or value
-INT4_SCALE_BYTES = 2  # in four bits a bfloat16
+KV_SCALE_BYTES = 4  # scale of 8-bit KV: one float32 per token, head, and key or value
+INT4_SCALE_BYTES = 2  # scale of 4-bit KV: the same in bfloat16
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a step reads and computes with. `params` are those of matrices: two FLOPs each for every token."""
+    """The sizes of what a step reads and computes. `params` are parameters of matrices: two FLOPs per token each."""
 
-    dtype: str  # type of activations, KV and weights that are not kept as stored
+    dtype: str  # compute type, which is also that of weights that are not kept as stored
     vocab_size: int
     hidden_size: int
     num_heads: int
     head_dim: int
     weights: tuple[tuple[str, int], ...]  # bytes by kind: embedding, attention, mlp, experts, norms, head
-    layer_bytes: int  # read by every step: all layers, less the experts
+    layer_bytes: int  # bytes of all layers without experts, which every step reads
     layer_params: int
-    head_bytes: int  # read by a step that makes logits; a tied head is the embedding
+    head_bytes: int  # bytes read to compute logits; a tied head is the embedding
     head_params: int
     num_experts: int
-    experts_per_token: float  # on average, of a rank that has some of them
+    experts_per_token: float  # a mean if a rank has only some of the experts
     expert_layers: int
-    expert_bytes: int  # one expert of one layer
+    expert_bytes: int  # bytes of one expert of one layer
     expert_params: int
-    kv_layer_bytes: int  # one token in one layer
-    windows: tuple[tuple[int | None, int], ...]  # (window, layers that have it)
+    kv_layer_bytes: int  # bytes of KV per token and layer
+    windows: tuple[tuple[int | None, int], ...]  # (window, number of layers that have it)
     group_layers: int  # layers in a KV block
-    group_windows: tuple[int | None, ...]  # one a group of layers
-    scratch_bytes: int  # of the linear that takes most besides its result
+    group_windows: tuple[int | None, ...]  # window of each layer group
+    scratch_bytes: int  # maximum scratch memory of a linear, in addition to its result
 
     @property
     def weight_bytes(self) -> int:
@@ -49,15 +49,15 @@ class ModelShape:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Return the bytes of one token in all layers."""
+        """Return the bytes of KV per token in all layers."""
         return self.kv_layer_bytes * sum(layers for _, layers in self.windows)
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes of one block: `block_size` tokens in the layers of one group."""
+        """Return the bytes of a KV block: `block_size` tokens in the layers of one group."""
         return self.group_layers * self.kv_layer_bytes * block_size
 
     def distinct_experts(self, tokens: int) -> float:
-        """Return the experts of a layer that `tokens` touch on average, were routing uniform."""
+        """Return the mean number of experts of a layer that `tokens` use, assuming uniform routing."""
         if self.num_experts == 0:
             return 0.0
         return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** tokens)
@@ -107,13 +107,13 @@ def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, kv_dtype: s
 
 
 def scratch_bytes(specs: WeightSpecs, dtype: str) -> int:
-    """Return what the linear takes besides its result that takes most; experts aside."""
+    """Return the maximum scratch memory of a linear in bytes, in addition to its result; experts are not counted."""
     return max((spec.format.scratch_bytes(spec.linear, dtype) for listed in specs.values() for spec in listed
                 if spec.format is not None and not is_expert(spec.name)), default=0)
 
 
 def kv_layer_bytes(config: ModelConfig, dtype: str, kv_dtype: str = "auto") -> int:
-    """Return the bytes of a token in a layer, keys and values. `kv_dtype`: "auto" is the compute type."""
+    """Return the bytes of keys and values per token and layer. `kv_dtype`: "auto" is the compute type."""
     if kv_dtype == "auto":
         row = config.head_dim * ITEMSIZE[dtype]
     elif kv_dtype == "int4":

@@ -1,6 +1,6 @@
-"""Each strategy for weights larger than the device, as arithmetic: from a room in bytes to what lies where in it.
+"""The strategies for weights larger than the device, as arithmetic: from room in bytes to the placement of weights.
 
-`place` gives None where the room is too small; whatever fits in a room fits in any larger one.
+`place` returns None if the room is too small; a placement that fits in a room fits in any larger one.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from spillover.memory.managed.pages import FAULT_AROUND, padded
 from spillover.plan.placement import MANAGED, UnitBytes, WeightPlan
 from spillover.plan.units import Units, part_layer
 
-PAGED_TOKENS = 64  # tokens of a step whose misses are fetched within it: more go to nearly all experts of a layer ...
-MOST_PASSES = 6  # ... and as many passes over a layer as this, most of them with nothing to do, are still cheap
-HOSTED_TOKENS = 8  # of a step whose experts the host computes, or that keeps to slots of which most are pinned
-LEAST_TRANSIT = 2  # slots: one is filled while the other is computed with
-GROUP_BYTES = 100 << 20  # experts that stream together: they fill a link, and a GPU while it computes with them
-TRANSIT_SHARE = 10  # stream buffers take at most one in n slots
-# Embedding and head stay as long as they can: first the head travels, then the embedding instead, then both.
+PAGED_TOKENS = 64  # maximum tokens of a step that fetches its own misses: more use nearly all experts of a layer
+MOST_PASSES = 6  # maximum passes over a layer in such a step; they are cheap, as most have nothing to do
+HOSTED_TOKENS = 8  # maximum tokens of a step whose experts the host computes, or, with `pinned`, that uses slots only
+LEAST_TRANSIT = 2  # slots: one is filled while the other is used
+GROUP_BYTES = 100 << 20  # bytes of experts that stream together: enough to saturate the link, and a GPU computing them
+TRANSIT_SHARE = 10  # stream buffers are at most 1/n of the slots
+# Which of embedding and head are resident, in order of preference: both, the embedding, the head, none.
 _ENDS = (("embed", "head"), ("embed",), ("head",), ())
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy, and what was said with it."""
+    """A strategy and its parameter."""
 
     name: str
-    count: int = 0  # host-experts: layers, 0: the fewest that fit; cpu-offload: bytes
+    count: int = 0  # host-experts: number of layers, 0: as few as possible; cpu-offload: bytes
 
     def __str__(self) -> str:
-        """Return the choice as one would type it."""
+        """Return the choice as flags of the command line."""
         if self.name == "cpu-offload":
             return f"--cpu-offload-gb {self.count / 2**30:g}"
         return f"--weights {self.name}" + (f":{self.count}" if self.count else "")
@@ -41,7 +41,7 @@ class Choice:
 
 class Strategies:
     def __init__(self, units: Units, device: str, host_budget: int, paged_tokens: int | None = None) -> None:
-        """Note budgets. `host_budget`: host memory for weights; what exceeds it is read from the checkpoint on disk."""
+        """Set budgets. `host_budget`: bytes of host memory for weights; any others are read from the checkpoint."""
         self.units = units
         self.device = device
         self.host_budget = host_budget
@@ -52,7 +52,7 @@ class Strategies:
         return None if plan is None else self._with_host_and_disk(self._with_tokens(plan))
 
     def least(self, choice: Choice) -> int | None:
-        """Return the smallest room that is enough; None: no room is, as host memory is too small."""
+        """Return the smallest room that is enough; None if none is, because host memory is too small."""
         if choice.name == "host-experts":
             most = self.host_budget // max(1, self.units.layer_record_bytes)
             if choice.count > most:
@@ -67,7 +67,7 @@ class Strategies:
 
     def _placed(self, choice: Choice, room: int) -> WeightPlan | None:
         units = self.units
-        if self._whole <= room and not choice.count:  # as many as fit: all
+        if self._whole <= room and not choice.count:  # everything fits
             return self._sized(WeightPlan(choice.name, dict.fromkeys(units.parts, "resident"),
                                           dict.fromkeys(units.stacks, "resident")))
         if choice.name == "host-experts":
@@ -85,11 +85,11 @@ class Strategies:
 
     @property
     def managed_bytes(self) -> int:
-        """Return the bytes of all weights in whole pages, each unit in pages of its own."""
+        """Return the bytes of all weights in whole pages; no two units share a page."""
         return sum(map(self._pages, self.units.parts))
 
     def _managed(self, strategy: str, room: int) -> WeightPlan | None:
-        """Put everything into managed memory, which is at home on the host; its pages get all of the room."""
+        """Put all weights into managed memory, whose home is the host; its pages may use all of the room."""
         units, total = self.units, self.managed_bytes
         if room < self._least_pages(strategy) or total > self.host_budget:
             return None
@@ -99,7 +99,7 @@ class Strategies:
                           host_bytes=total, managed_bytes=total)
 
     def _least_pages(self, strategy: str) -> int:
-        """Return the least room for pages: the largest part, with all its experts; two where the next comes ahead."""
+        """Return the least room for pages: the largest part with its experts; twice that if parts are prefetched."""
         largest_part = max(map(self._pages, self.units.parts))
         return min(self.managed_bytes, largest_part * (2 if strategy == "uvm-prefetch" else 1))
 
@@ -110,15 +110,15 @@ class Strategies:
         return padded(units.records[part], page) + count * padded(units.record_bytes, page)
 
     def _builders(self, strategy: str) -> list[Callable[[int], WeightPlan]]:
-        """Return functions from a count of layers that stay to the smallest plan that keeps them; one for each choice
-        of embedding and head, of which the first that fits is taken."""
+        """Return functions from the number of resident layers to the smallest plan with them: one for each choice of
+        resident ends, of which the first that fits is used."""
         units = self.units
         slots = bool(units.stacks) and strategy != "sequential"
         ahead = strategy in ("sequential", "experts")
 
         def builder(ends: Sequence[str]) -> Callable[[int], WeightPlan]:
             def build(resident: int) -> WeightPlan:
-                # Spread over the model where they are fetched ahead, so that there is time to between any two.
+                # With prefetching, resident layers are spread evenly, to give time for copies between any two.
                 chosen = _spread(units.layers, resident) if ahead else units.layers[:resident]
                 parts = self._parts((*ends, *chosen), "streamed" if ahead else "demand")
                 ring = 2 if ahead else 1
@@ -132,18 +132,18 @@ class Strategies:
 
             return build
 
-        # Substitutes draft with the embedding and the head that there are.
+        # Substitutes draft with the model's own embedding and head, which must be resident.
         return [builder(ends) for ends in (_ENDS[:1] if units.substitutes else _ENDS)]
 
     def _most(self, build: Callable[[int], WeightPlan], room: int) -> int:
-        """Return the layers that can stay; all of them need no ring, so that they may fit where one less does not."""
+        """Return the number of layers that can be resident. All may fit where one less does not: they need no ring."""
         count = len(self.units.layers)
         if build(count).device_bytes <= room:
             return count
         return largest(lambda resident: build(resident).device_bytes <= room, count - 1)
 
     def _grown(self, plan: WeightPlan, room: int) -> WeightPlan:
-        """Take as many slots as fit, equally many a layer; stream buffers take their share of them."""
+        """Add as many slots as fit, the same number for each layer, and stream buffers as a share of them."""
         layers = len(plan.slot_layers)
         slots = (room - plan.device_bytes) // plan.record_bytes + plan.slots
         transit = min(self._transit, max(LEAST_TRANSIT, slots // TRANSIT_SHARE), slots - plan.quota * layers)
@@ -151,24 +151,24 @@ class Strategies:
         return self._sized(replace(plan, quota=quota, transit=transit))
 
     def _host(self, room: int, count: int) -> WeightPlan | None:
-        """Return the fewest layers on the host that fit, or those that were asked for."""
+        """Return the plan with the fewest layers on the host that fits, or with the given number of layers."""
         counts = [count] if count else range(len(self.units.stacks) + 1)
         for hosted in counts:
             for transit in dict.fromkeys((self._transit if self._least_transit else 0, self._least_transit)):
                 plan = self._hosted(hosted, transit)
                 if plan.device_bytes <= room:
-                    # The host computes from memory: weights on disk are of no use to it.
+                    # The host computes from memory, so that these weights cannot be on disk.
                     return plan if hosted * self.units.layer_record_bytes <= self.host_budget else None
         return None
 
     def _hosted(self, hosted: int, transit: int) -> WeightPlan:
-        """Keep all but the experts of the first layers, which the host computes, and a GPU streams for long steps."""
+        """Keep all but the experts of the first layers, which the host computes, or a GPU streams in long steps."""
         experts = {layer: "host" if index < hosted else "resident" for index, layer in enumerate(self.units.stacks)}
         parts = dict.fromkeys(self.units.parts, "resident")
         return self._sized(WeightPlan("host-experts", parts, experts, transit=transit if hosted else 0))
 
     def _offloaded(self, count: int) -> WeightPlan:
-        """Keep at least `count` bytes on the host, whole layers from the first, each copied when it is used."""
+        """Keep at least `count` bytes on the host: whole layers from the first on, each copied when it is used."""
         units, away, gone = self.units, set[str](), 0
         for part in units.layers:
             if gone < count:
@@ -183,7 +183,7 @@ class Strategies:
         return {part: "resident" if part in stay else how for part in self.units.parts}
 
     def _sized(self, plan: WeightPlan) -> WeightPlan:
-        """Return the plan with what it takes on the device."""
+        """Return the plan with its sizes on the device."""
         units = self.units
         moved = [part for part, where in plan.parts.items() if where != "resident"]
         with_experts = "streamed" in plan.experts.values()
@@ -193,7 +193,7 @@ class Strategies:
         staying = sum(count for part, count in units.parts.items() if plan.parts[part] == "resident")
         staying += sum(count for layer, count in units.stacks.items() if plan.experts[layer] == "resident")
         tables = self._tables if plan.slots or "host" in plan.experts.values() else 0
-        # Where every layer stays, all of them are drafted for by their copies.
+        # If every layer is resident, all of them have copies that draft.
         copies = sum(count for part, count in units.substitutes.items() if part in moved or not moved)
         return replace(
             plan,
@@ -206,7 +206,7 @@ class Strategies:
         )
 
     def _with_tokens(self, plan: WeightPlan) -> WeightPlan:
-        """Return how many tokens a step may have and still fetch its misses by itself."""
+        """Return the plan with `paged_tokens`: the maximum tokens of a step that fetches its own misses."""
         units, quota = self.units, plan.quota
         if not quota:
             hosted = "host" in plan.experts.values()
@@ -216,7 +216,7 @@ class Strategies:
                 count * units.experts_per_token, units.num_experts, quota, plan.transit) <= MOST_PASSES, PAGED_TOKENS))
             spare = (quota - self._least_quota(1)) * len(plan.slot_layers)
             return replace(plan, paged_tokens=tokens, spare_slots=spare)
-        # What stays for ever is worth more than room for the others, of which a step of one token needs few.
+        # Pinned experts are worth more than slots for the others, of which a step of one token needs few.
         free = max(self._least_quota(1), quota // 8) if quota < units.num_experts else quota
         tokens = self.paged_tokens or next(
             (count for count in range(HOSTED_TOKENS, 1, -1) if self._slots_used(count) <= free), 1)
@@ -224,11 +224,11 @@ class Strategies:
         return replace(plan, paged_tokens=tokens, pinned=quota if quota == units.num_experts else quota - least)
 
     def _with_host_and_disk(self, plan: WeightPlan) -> WeightPlan:
-        """Return the plan with host memory filled with what is not resident; the last layers stay on disk."""
+        """Return the plan with non-resident weights in host memory; the last layers are on disk if it is full."""
         if plan.managed_bytes:
             return plan
         units = self.units
-        held: list[tuple[str, int, int]] = []  # part, layer whose experts they are or -1, bytes; the last leaves first
+        held: list[tuple[str, int, int]] = []  # (part, layer of its experts or -1, bytes); last to disk first
         away = [part for part, where in plan.parts.items() if where != "resident"]
         held += [(part, -1, units.records[part]) for part in away if part_layer(part) < 0]
         for part in units.layers:
@@ -250,7 +250,7 @@ class Strategies:
                        disk_experts=tuple(experts))
 
     def with_rows(self, plan: WeightPlan) -> WeightPlan:
-        """Return the plan, and what lies where by kind of unit."""
+        """Return the plan with `rows`: the bytes in each place by kind of unit."""
         units = self.units
         kinds = {"embedding": ["embed"], "layers": list(units.layers), "head": ["head"]}
         rows = []
@@ -293,49 +293,49 @@ class Strategies:
                          away * units.layer_record_bytes - disk, disk)
 
     def _least_quota(self, tokens: int) -> int:
-        """Return the slots of a layer that steps of n tokens need at least."""
+        """Return the minimum slots of a layer for steps of n tokens."""
         if self.device == "cpu":  # experts are fetched and computed one after another
             return min(1, self.units.num_experts)
         return self._slots_used(tokens)
 
     def _tokens_in_slots(self, strategy: str) -> int:
-        """Return the tokens of a step for which a layer has slots: without them more experts pass through transit."""
+        """Return the tokens of a step that a layer must have slots for; experts of larger steps use stream buffers."""
         return self.paged_tokens or 1 if strategy == "pinned" else 1
 
     def _slots_used(self, tokens: int) -> int:
-        """Return the slots of a layer that a step uses: every expert asked for, and one to give up for the next."""
+        """Return the maximum slots of a layer that a step uses: one for every expert, and one to evict for the next."""
         return min(self.units.num_experts, tokens * self.units.experts_per_token + 1)
 
     @property
     def _whole(self) -> int:
-        """Return the bytes of all weights on the device, with a copy of every layer where there are substitutes."""
+        """Return the bytes of all weights on the device, including substitutes of all layers if there are any."""
         return self.units.total + sum(self.units.substitutes.values())
 
     @property
     def _least_transit(self) -> int:
-        """Return the least stream buffers of host experts: a CPU computes long steps with them where they lie."""
+        """Return the minimum stream buffers of host experts; none on a CPU, which computes with experts in place."""
         return LEAST_TRANSIT if self.device == "cuda" else 0
 
     @property
     def _transit(self) -> int:
-        """Return the slots for three groups of experts, as many as pay."""
+        """Return the largest useful number of stream buffers: those of three groups of experts."""
         group = -(-GROUP_BYTES // max(1, self.units.record_bytes))
         return max(LEAST_TRANSIT, min(3 * group, self.units.num_experts))
 
     @property
     def _tables(self) -> int:
-        """Return what the device keeps about slots: where each expert lies, what it is worth, when it was used."""
+        """Return the bytes of the device's tables about slots: each expert's slot, worth and last use."""
         return 4096 + 32 * len(self.units.stacks) * (self.units.num_experts + 2) if self.units.stacks else 0
 
 
 def managed_page(device: str) -> int:
-    """Return the bytes that units of managed memory are whole multiples of: what one fault may bring along, a block of
-    the driver's or, emulated, of the system's."""
+    """Return the granularity in bytes of units in managed memory: the maximum that one fault may migrate, a block of
+    the driver or, if emulated, of the operating system."""
     return HUGE_PAGE if device == "cuda" else FAULT_AROUND
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest n up to `limit` that fits, where every smaller one fits too; 0 if none does."""
+    """Return the largest n up to `limit` that fits, by bisection: all smaller ones must fit too; 0 if none does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -344,12 +344,12 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _counted(places: Sequence[str]) -> str:
-    """Count placements: "3 resident, 33 streamed"; of one, only where it is."""
+    """Format counts of placements: "3 resident, 33 streamed"; for a single unit, only the placement."""
     counts = Counter(places)
     return ", ".join(name if len(places) == 1 else f"{count} {name}" for name, count in counts.items())
 
 
 def _spread(parts: Sequence[str], count: int) -> list[str]:
-    """Choose `count` of the parts, as evenly as can be."""
+    """Choose `count` of the parts, spread as evenly as possible."""
     return [part for index, part in enumerate(parts)
             if (index + 1) * count // len(parts) > index * count // len(parts)]

@@ -1,5 +1,5 @@
-"""Substitutes: rounded copies, on the device, of layers that stream past it. They draft, and one pass over the streamed
-weights verifies the draft: what they take, how fast that would be, and why it cannot be done."""
+"""Substitutes: rounded copies, on the device, of streamed layers. They draft, and one pass over the streamed weights
+verifies the draft. Computes their memory and predicted speed, and refuses models and plans that they do not suit."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from spillover.plan.roofline import step_limit
 from spillover.plan.shapes import ModelShape
 from spillover.plan.units import Units
 
-ACCEPTED = 0.5  # of a draft, for what is expected: it depends on the model and the text, and is not known before
+ACCEPTED = 0.5  # share of draft tokens assumed to be accepted for predictions; the true one depends on model and text
 INSTEAD = "use --speculative-method ngram or suffix"
 
 
 @dataclass(frozen=True)
 class SubstitutePlan:
-    """What substitutes take, and what a pass brings at best. Seconds are 0 where no rates were measured."""
+    """The memory of substitutes, and the best speed of a pass. Seconds are 0 if no rates were measured."""
 
     dtype: str  # "int4" | "int8"
     layers: int
     nbytes: int
-    num_tokens: int  # the most of a draft
-    moved: int  # bytes that a pass brings to the device
-    head: bool = False  # whether the head has a copy too, as nothing streams
-    pass_seconds: float = 0.0  # the verification of a whole draft of one request
-    draft_seconds: float = 0.0  # one token of a draft
+    num_tokens: int  # maximum number of draft tokens
+    moved: int  # bytes that a pass copies to the device
+    head: bool = False  # whether the head has a copy too, as nothing is streamed
+    pass_seconds: float = 0.0  # time to verify a whole draft of one request
+    draft_seconds: float = 0.0  # time to draft one token
 
     @property
     def tokens_per_pass(self) -> float:
-        """Return the tokens of a pass, were a share ACCEPTED of every draft right."""
+        """Return the expected tokens per pass if a share ACCEPTED of every draft is accepted."""
         return 1 + ACCEPTED * self.num_tokens
 
     @property
@@ -44,7 +44,7 @@ class SubstitutePlan:
 
 def substitute_plan(request: PlanRequest, placement: WeightPlan | None, units: Units, shape: ModelShape,
                     rates: Rates | None, max_model_len: int) -> SubstitutePlan | None:
-    """Return what is planned of substitutes; None: nobody asked for them. `placement`: None where all weights stay."""
+    """Return the plan of substitutes; None if none are requested. `placement`: None if all weights are resident."""
     if request.substitutes is None:
         return None
     away = [part for part in units.layers if placement is not None and placement.parts[part] != "resident"]
@@ -65,7 +65,7 @@ def substitute_plan(request: PlanRequest, placement: WeightPlan | None, units: U
 
 
 def check_model(request: PlanRequest, units: Units) -> None:
-    """Refuse substitutes for a model that they cannot be made for."""
+    """Refuse substitutes for models that they do not work for."""
     if request.substitutes is None:
         return
     if units.stacks:
@@ -78,7 +78,7 @@ def check_model(request: PlanRequest, units: Units) -> None:
 
 
 def check_streams(request: PlanRequest, placement: WeightPlan | None, device: str) -> None:
-    """Refuse substitutes on a GPU that holds every weight: then nothing streams, and a copy saves nothing."""
+    """Refuse substitutes on a GPU that holds all weights: nothing is streamed, so a copy saves nothing."""
     if request.substitutes is not None and device == "cuda" and (placement is None or placement.is_resident):
         raise PlanError(f"substitutes draft for layers that stream, and all weights of {request.model} stay on the "
                         f"device; {INSTEAD}, or give less --gpu-memory")

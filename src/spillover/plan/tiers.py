@@ -1,4 +1,4 @@
-"""The tiers below the device: how many KV blocks each budget holds, and what a machine cannot give is refused."""
+"""The tiers below the device: the number of KV blocks that each budget holds, and checks against the machine."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from spillover.memory.tiers.remote_address import RemoteAddress
 from spillover.plan.hardware import Machine
 from spillover.units import format_bytes
 
-PAGE = 4096  # a slot of host memory begins at a page, so that a disk can read straight into it
-STAGING_BLOCKS = 32  # slots that blocks pass through on their way to the tiers below, without a host tier
-EAGER_STAGING_BLOCKS = 128  # likewise, where they leave at once: as many as a step of 2,048 tokens makes ...
-EAGER_STAGING_BYTES = 256 << 20  # ... but no more than these
-POOL_SECONDS = 2.0  # to wait for a shared pool's owner
+PAGE = 4096  # alignment of host slots, so that direct I/O can read into them
+STAGING_BLOCKS = 32  # host slots through which blocks are copied to lower tiers if there is no host tier
+EAGER_STAGING_BLOCKS = 128  # the same with eager spilling: the blocks of a step of 2,048 tokens
+EAGER_STAGING_BYTES = 256 << 20  # maximum bytes of staging slots with eager spilling
+POOL_SECONDS = 2.0  # timeout for an answer of a shared pool's owner
 
 
 @dataclass(frozen=True)
 class TierPlan:
     name: str  # "host" | "pool" | "disk" | "remote"
-    place: str  # a folder, an address without its password, or what the memory is
-    bytes: int | None  # None: as much as the store takes
+    place: str  # folder, address without password, or kind of memory
+    bytes: int | None  # capacity; None: not known to this engine
     blocks: int | None
-    write: float | None = None  # bytes a second; None: not measured
+    write: float | None = None  # bytes per second; None: not measured
     read: float | None = None
     note: str = ""
 
 
 def plan_tiers(host_memory: int | None, host_pool: Path | None, disks: tuple[DiskBudget, ...], remote: str | None,
                slot_bytes: int, device: str) -> tuple[TierPlan, ...]:
-    """Plan the lower tiers, nearest first. `slot_bytes`: of a block once it has left the device."""
+    """Plan the lower tiers, nearest first. `slot_bytes`: bytes of a block in lower tiers."""
     tiers = []
     if host_memory is not None:
         blocks = host_memory // slot_stride(slot_bytes)
@@ -63,7 +63,7 @@ def plan_tiers(host_memory: int | None, host_pool: Path | None, disks: tuple[Dis
 
 
 def _plan_pool(path: Path, slot_bytes: int) -> TierPlan:
-    """Ask a shared pool's owner what it has. One that is not there may come later; the engine goes on without it."""
+    """Plan the shared pool by asking its owner. An owner that does not run may start later; this is not an error."""
     try:
         report = ask_owner(path, Ask(), Report, POOL_SECONDS)
     except PoolUnavailableError as error:
@@ -75,14 +75,14 @@ def _plan_pool(path: Path, slot_bytes: int) -> TierPlan:
 
 
 def staging_blocks(slot_bytes: int, spill: str) -> int:
-    """Return the slots of an engine without a host tier. `spill`: when blocks leave the device."""
+    """Return the number of staging slots of an engine without a host tier. `spill`: when blocks are spilled."""
     if spill != "eager":
         return STAGING_BLOCKS
     return max(STAGING_BLOCKS, min(EAGER_STAGING_BLOCKS, EAGER_STAGING_BYTES // slot_stride(slot_bytes)))
 
 
 def host_bytes(tiers: tuple[TierPlan, ...], slot_bytes: int, spill: str = "evict") -> int:
-    """Return the most RAM of the lower tiers: the host tier's, or a few slots that others are reached through."""
+    """Return the maximum RAM of the lower tiers: that of the host tier, or of the staging slots for the others."""
     if not tiers:
         return 0
     given = next((tier.bytes for tier in tiers if tier.name == "host"), None)
@@ -90,7 +90,7 @@ def host_bytes(tiers: tuple[TierPlan, ...], slot_bytes: int, spill: str = "evict
 
 
 def check_host_memory(host_memory: int | None, machine: Machine, device: str, size: str, least: str) -> None:
-    """Refuse a host tier that does not fit. `size`, `least`: the budget and what there is, as one types them."""
+    """Refuse a host tier that does not fit. `size`, `least`: the budget and the available memory as flag values."""
     if host_memory is None:
         return
     if host_memory > machine.memory_available:
@@ -107,9 +107,9 @@ def check_host_memory(host_memory: int | None, machine: Machine, device: str, si
 
 
 def with_tier_rates(tiers: tuple[TierPlan, ...], device: str, slot_bytes: int) -> tuple[TierPlan, ...]:
-    """Return the tiers and how fast they are, timed now; a folder that is not there yet is timed by what it will be in.
+    """Return the tiers with their rates, measured now; for a folder that does not exist, its nearest parent is timed.
 
-    A disk that is full or cannot be written has no rate: it may hold blocks all the same.
+    A disk that is full or not writable gets no rate, but may hold blocks.
     """
     from spillover.plan.measure import measure_disk, measure_link, measure_pool
 
@@ -140,7 +140,7 @@ def _check_holds_one(flag: str, given: int, blocks: int, least: int) -> None:
 
 
 def _check_usable(path: Path) -> None:
-    """Check a folder before a model is loaded; what only a write can show is found when the tier is opened."""
+    """Check a folder before a model is loaded; errors that only a write can show are found when the tier is opened."""
     folder = _existing(path)
     reason = None
     if folder != path and os.path.lexists(folder / path.relative_to(folder).parts[0]):
@@ -152,7 +152,7 @@ def _check_usable(path: Path) -> None:
 
 
 def _shortage(disk: DiskBudget) -> str:
-    """Describe too little free space, which is no error: a disk may be filled or cleared while the engine runs."""
+    """Return a note on too little free space, which is no error as it may change while the engine runs."""
     folder = _existing(disk.path)
     free = shutil.disk_usage(folder).free
     held = sum(file.stat().st_size for file in disk.path.rglob("*") if file.is_file()) if folder == disk.path else 0

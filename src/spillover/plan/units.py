@@ -1,4 +1,4 @@
-"""The units that weights move in, and their bytes: as tensors where they stay, as records where they travel."""
+"""The units that weights move in, with their bytes: as tensors where they are resident, as records where they move."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from spillover.models.weight_specs import WeightSpecs, is_expert, part_nbytes
 @dataclass(frozen=True)
 class Units:
     parts: Mapping[str, int]  # bytes of each part without its experts, as tensors; in the order of a step
-    records: Mapping[str, int]  # the same as one run of bytes
-    stacks: Mapping[int, int]  # bytes of a layer's experts, as tensors; layers that have some, in order
-    record_bytes: int  # bytes of one expert; 0: there is none
+    records: Mapping[str, int]  # bytes of the same as a record
+    stacks: Mapping[int, int]  # bytes of a layer's experts, as tensors, by layer; layers without experts are left out
+    record_bytes: int  # bytes of the record of one expert; 0: no experts
     num_experts: int
     experts_per_token: int
-    tied: bool  # the embedding is the head too: a step enters that part twice
-    substitutes: Mapping[str, int] = field(default_factory=dict)  # bytes of a part's rounded copy; {}: there is none
+    tied: bool  # whether the embedding is the head too: a step then uses that part twice
+    substitutes: Mapping[str, int] = field(default_factory=dict)  # bytes of each part's rounded copy; {}: none
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class Units:
 
     @property
     def layer_record_bytes(self) -> int:
-        """Return the bytes of all experts of one layer."""
+        """Return the bytes of the records of all experts of one layer."""
         return self.num_experts * self.record_bytes
 
     @property
@@ -39,12 +39,12 @@ class Units:
         return sum(self.parts.values()) + sum(self.stacks.values())
 
     def travelling(self, part: str) -> int:
-        """Return the bytes of a part that takes its experts along."""
+        """Return the bytes to move a part together with its experts."""
         return self.records[part] + (self.layer_record_bytes if part_layer(part) in self.stacks else 0)
 
 
 def weight_units(config: ModelConfig, specs: WeightSpecs, dtype: str, substitutes: WeightSpecs | None = None) -> Units:
-    """Return the units of a model. `substitutes`: of its layers, as those that do not stay are drafted with."""
+    """Return the units of a model. `substitutes`: specs of the rounded copies of its layers."""
     parts, records, stacks, expert = {}, {}, {}, 0
     for part, listed in specs.items():
         common = [field.nbytes for spec in listed if not is_expert(spec.name) for field in spec.fields(dtype)]
@@ -59,5 +59,5 @@ def weight_units(config: ModelConfig, specs: WeightSpecs, dtype: str, substitute
 
 
 def part_layer(part: str) -> int:
-    """Return the layer of "layers.3"; -1 of another part."""
+    """Return the layer number of a part such as "layers.3"; -1 for other parts."""
     return int(part.removeprefix("layers.")) if part.startswith("layers.") else -1

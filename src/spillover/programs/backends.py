@@ -1,5 +1,5 @@
-"""From what a caller may pass as a backend to the one object that programs ask; the same each time, as it remembers
-which prefixes are computed."""
+"""Returns the backend for what a caller may pass as one: always the same object, as it remembers which prefixes are
+computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _of_urls: dict[str, HttpBackend] = {}
 
 
 def set_default_backend(backend: Any) -> None:
-    """Have programs run on this LLM, AsyncLLM or URL where `run` is given none; None: on nothing."""
+    """Set the LLM, AsyncLLM or URL on which programs run if `run` is given none; None removes it."""
     global _default
     _default = None if backend is None else backend_of(backend)
 

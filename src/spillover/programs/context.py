@@ -1,10 +1,10 @@
 """The text of one branch so far, as the tokens that the next request begins with.
 
-Token ids are kept, not text: what the model generated goes back to it as the very tokens it sampled, so their KV is
-found again, and a fork has its parent's tokens by construction. Fixed text is encoded when a gen, a select, a fork or
-the end of a message cuts it. A chat's tokens are those that the chat template renders of all messages; where a template
-does not extend what it rendered before (it strips an earlier answer's thoughts, or blanks), the template wins: the
-prompt is made again, which is counted, and the cache is used as far as tokens are the same.
+Token ids are kept, not text: generated text is sent back as the very tokens that the model sampled, so their KV is
+found again, and a fork has its parent's tokens by construction. Fixed text is encoded where a gen, a select, a fork or
+the end of a message follows it. The tokens of a chat are those of the chat template for all messages; if a template
+does not extend what it rendered before (it strips the thoughts or blanks of an earlier answer), the template wins: the
+prompt is rebuilt, which is counted, and the cache is used as far as the tokens are the same.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from spillover.programs.lifetime import ProgramError
 class Context:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._tokenized = backend.tokenizes  # whether ids are kept
+        self._tokenized = backend.tokenizes  # whether token ids are kept
         self._ids: list[int] = []
-        self._pending = ""  # fixed text behind them
-        self._text = ""  # of a program without roles
-        self._role: Role | None = None  # of the message that is open
-        self._content = ""  # of that message
-        self._plain = False  # there is text outside of roles
-        self.messages: list[Message] = []  # that are closed
+        self._pending = ""  # fixed text after these tokens
+        self._text = ""  # text of a program without roles
+        self._role: Role | None = None  # role of the open message
+        self._content = ""  # text of the open message
+        self._plain = False  # whether there is text outside of roles
+        self.messages: list[Message] = []  # closed messages
         self.rebuilds = 0  # prompts whose template did not extend the one before
 
     def forked(self) -> Context:
-        """Return a copy that goes on by itself from the same tokens."""
+        """Return an independent copy that continues from the same tokens."""
         if self._tokenized:
             self._commit()
         made = copy.copy(self)
@@ -71,21 +71,21 @@ class Context:
         self._role, self._content = None, ""
 
     def answer(self, answer: Answer) -> None:
-        """Take in what a gen brought."""
+        """Append the answer of a gen."""
         if self._tokenized:
             kept = self._kept(answer)
             self._ids += self._backend.encode(answer.text) if kept is None else kept
         self._wrote(answer.text)
 
     def chosen(self, text: str, ids: list[int]) -> None:
-        """Take in the choice of a select."""
+        """Append the choice of a select."""
         self._ids += ids
         self._wrote(text)
 
-    # What requests begin with
+    # Prompts
 
     def prompt(self) -> Prompt:
-        """Return the tokens that a gen or a select follows."""
+        """Return the prompt that a gen or a select continues."""
         self._check_place()
         if not self._tokenized:
             return self._untokenized()
@@ -95,20 +95,20 @@ class Context:
         return Prompt(list(self._ids))
 
     def ahead(self) -> list[int]:
-        """Return the tokens that the next request will likely begin with, by what is known now; changes nothing."""
+        """Return the tokens that the next request is likely to begin with; changes nothing."""
         if self._role in ("system", "user") or not self._tokenized:
             return []
         if self._role is None and self.messages:
             return self._rendered(count=False) if self.messages[-1]["role"] != "assistant" else []
-        # The last token may become another one when more text follows.
+        # The last token may change when more text follows.
         return self._ids + self._encoded(self._pending)[:-1]
 
     def text(self) -> str:
-        """Return the text; of a chat one paragraph a message."""
+        """Return the text; for a chat one paragraph per message."""
         spoken = [*self.messages, *([{"role": self._role, "content": self._content}] if self._role else [])]
         return "\n".join(f"{message['role']}: {message['content']}" for message in spoken) if spoken else self._text
 
-    # How
+    # Helpers
 
     def _wrote(self, text: str) -> None:
         if self._role is None:
@@ -129,7 +129,7 @@ class Context:
             self._pending = ""
 
     def _encoded(self, text: str) -> list[int]:
-        """Encode text behind the tokens; with a bos where it is the very first."""
+        """Encode text that follows the tokens; with bos if it is the first text."""
         return self._backend.encode(text, special=not self._ids) if text else []
 
     def _untokenized(self) -> Prompt:
@@ -141,12 +141,12 @@ class Context:
         return Prompt(messages=(*self.messages, *begun))
 
     def _rendered(self, count: bool = True) -> list[int]:
-        """Return the tokens of all messages up to where the assistant speaks, on top of those known where it may be."""
+        """Return the tokens of all messages up to the assistant's answer, extending the known tokens if possible."""
         rendered = self._backend.render(self.messages)
         known = self._ids
         if rendered[:len(known)] == known:
             return rendered
-        # Generated tokens need not be those that their text is encoded to; the text decides.
+        # Generated tokens may differ from the encoding of their text; the texts decide.
         whole, before = self._backend.decode(rendered), self._backend.decode(known)
         if whole.startswith(before):
             return known + self._backend.encode(whole[len(before):])
@@ -154,18 +154,18 @@ class Context:
         return rendered
 
     def _kept(self, answer: Answer) -> list[int] | None:
-        """Return the generated tokens that the text is made of: without a stop string or the token that ended it."""
+        """Return the generated tokens that the text consists of, without a stop string or the token that ended it."""
         ids = answer.token_ids
         if ids is None or answer.finish_reason != "stop":
             return ids
-        anchor = self._ids[-1:]  # decoders treat the first token of a text in their own way
+        anchor = self._ids[-1:]  # decoders treat the first token of a text specially
         skipped = len(self._backend.decode(anchor))
 
         def text(count: int) -> str:
             return self._backend.decode([*anchor, *ids[:count]])[skipped:]
 
         if answer.stop_reason is None and text(len(ids) - 1) == answer.text:
-            return ids[:-1]  # a token of its own ended it, as nearly always
+            return ids[:-1]  # usual case: a single token ended it
         for count in range(len(ids), 0, -1):
             whole = text(count)
             if answer.text.startswith(whole):

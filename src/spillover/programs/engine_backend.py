@@ -1,4 +1,4 @@
-"""A model in this process (`LLM`), or in a process of its own (`AsyncLLM`)."""
+"""Backends for a model in this process (`LLM`) or in a separate process (`AsyncLLM`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def engine_backend(llm: Any) -> Backend:
 
 
 class EngineBackend:
-    """What both have in common: the tokenizer is here, and so are sampling parameters."""
+    """The common base of both backends: the tokenizer is local, and so are the sampling parameters."""
 
     tokenizes = renders = True
 
@@ -64,7 +64,7 @@ class EngineBackend:
         return self._factory.render(messages)
 
     def close(self) -> None:
-        """Do nothing: the engine belongs to who made it."""
+        """Do nothing: the engine belongs to its creator."""
 
     def _params(self, options: Mapping[str, Any]) -> SamplingParams:
         given = {name: value for name, value in options.items() if name not in CONSTRAINTS and value is not None}
@@ -87,7 +87,7 @@ class LLMBackend(EngineBackend):
                 shown = len(text)
                 lifetime.remaining()
         except SpilloverError:
-            lifetime.remaining()  # where that is why, it says so
+            lifetime.remaining()  # raises the reason, if the run was cancelled or has timed out
             raise
         finally:
             stream.close()
@@ -150,7 +150,7 @@ class AsyncLLMBackend(EngineBackend):
         return [_score(output, start) for output in self._result(ask(), lifetime)]
 
     def _result(self, asked: Coroutine[Any, Any, Result], lifetime: Lifetime) -> Result:
-        """Wait, in a thread that is not the event loop's, for what runs there."""
+        """Wait for a coroutine on the event loop, in another thread than the loop's."""
         future = asyncio.run_coroutine_threadsafe(asked, self.loop)
         try:
             with lifetime.closing(future.cancel):

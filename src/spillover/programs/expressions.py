@@ -1,4 +1,4 @@
-"""What a program's text is made of: fixed text, `gen`, `select` and the roles of a chat."""
+"""The parts of a program's text: fixed text, `gen`, `select` and the roles of a chat."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from spillover.programs.lifetime import ProgramError
 Normalised = Literal["tokens", "bytes", "sum"]
 Role = Literal["system", "user", "assistant"]
 
-MAX_TOKENS = 128  # of a gen that does not say
-# What a gen may say of sampling, by the names of SamplingParams.
+MAX_TOKENS = 128  # default of a gen
+# Sampling options of a gen, with the names of SamplingParams.
 SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
             "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos")
 
 
 class Expression:
-    """A part of a program's text; parts are put together with `+`, also with plain strings."""
+    """A part of a program's text; parts are joined with `+`, also with plain strings."""
 
     def __add__(self, other: str | Expression) -> Joined:
         return joined(self, other)
@@ -73,8 +73,8 @@ def gen(name: str | None = None, *, choices: Sequence[str] | None = None, **opti
 
 
 def select(name: str | None, choices: Sequence[str], *, normalised: Normalised = "tokens") -> Select:
-    """Take the likeliest of several texts, kept as `s[name]`: by its mean log probability per token, per byte of its
-    text ("bytes"), or by the sum of them ("sum"). The first of equals wins."""
+    """Choose the likeliest of several texts, kept as `s[name]`: by its mean log probability per token, per byte of its
+    text ("bytes"), or by their sum ("sum"). Of equal choices the first is taken."""
     if isinstance(choices, str) or not choices or not all(isinstance(text, str) and text for text in choices):
         raise ProgramError(f"select takes a list of texts, none of them empty, such as ['yes', 'no']; got {choices!r}")
     if len(set(choices)) != len(choices):
@@ -93,12 +93,12 @@ def user(text: str | Expression) -> Spoken:
 
 
 def assistant(text: str | Expression) -> Spoken:
-    """Say something as the model: fixed text, gen and select in any order."""
+    """Write the assistant's message: fixed text, gen and select in any order."""
     return spoken("assistant", text)
 
 
 def image(*_: object, **__: object) -> NoReturn:
-    """Refuse an image."""
+    """Refuse an image or a video."""
     raise ProgramError("images are not supported: the models here read text only; describe the image in words, or "
                        "ask the server of a vision model without this language")
 
@@ -122,7 +122,7 @@ def joined(*parts: str | Expression) -> Joined:
 
 
 def parts_of(value: str | Expression) -> tuple[Expression, ...]:
-    """Return what an expression is put together of, or refuse what is none."""
+    """Return the parts of an expression; raise ProgramError if it is not one."""
     if isinstance(value, str):
         return (Text(value),) if value else ()
     if isinstance(value, Joined):
@@ -134,7 +134,7 @@ def parts_of(value: str | Expression) -> tuple[Expression, ...]:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Refuse, before anything runs, an option that no gen has."""
+    """Refuse unknown options of a gen before anything runs."""
     for name in options:
         if name not in SAMPLING and name not in CONSTRAINTS:
             near = did_you_mean(name, (*SAMPLING, *CONSTRAINTS), listed=True)

@@ -1,8 +1,8 @@
 """A model behind an OpenAI-compatible server: spillover, vLLM, SGLang, llama.cpp, or any other.
 
-Where the server tokenizes (/tokenize), prompts are token ids, and forks share them exactly. Elsewhere they are text and
-messages: sharing is up to the server, and `select` is not possible. Where the tokenizer of a spillover server lies on
-this machine too, text becomes tokens here, without a request for each piece; chats are rendered by the server.
+If the server tokenizes (/tokenize), prompts are token ids, and forks share them exactly. Otherwise they are text and
+messages: sharing is up to the server, and `select` is not possible. If the tokenizer of a spillover server is also on
+this machine, text is tokenised locally, without a request for each piece; chats are rendered by the server.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from spillover.programs.prefix_gate import PrefixGate
 if TYPE_CHECKING:
     from spillover.models.tokenizer import Tokenizer
 
-KEPT_TEXTS = 4096  # whose tokens are remembered
-SHORT_SECONDS = 60.0  # for what is no request to the model
+KEPT_TEXTS = 4096  # maximum number of texts whose tokens are cached
+SHORT_SECONDS = 60.0  # timeout of requests that do not run the model
 SOURCES = ("computed", "device", "host", "pool", "disk", "remote")
 
 
 class HttpBackend:
     def __init__(self, url: str, model: str | None = None, *, api_key: str | None = None, block_size: int = 16) -> None:
-        """Ask a server what it serves. `block_size`: the server's tokens per KV block, where they are not 16."""
+        """Connect to a server and query its model. `block_size` is the server's tokens per KV block if it is not 16."""
         self._url = url.rstrip("/").removesuffix("/v1")
         parts = urllib.parse.urlsplit(self._url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -74,25 +74,25 @@ class HttpBackend:
 
     @functools.cached_property
     def renders(self) -> bool:
-        """Ask once whether the server tokenizes chats: some only do it with text, and a base model has no template."""
+        """Return whether the server tokenizes chats: some only tokenize text, and a base model has no template."""
         try:
             return self.tokenizes and bool(self.render([{"role": "user", "content": "a"}]))
         except SpilloverError:
             return False
 
     def same_server(self) -> bool:
-        """Return whether the same model is still served here, so that what is remembered of it holds."""
+        """Return whether the server still has the same model, so that cached results are valid."""
         return self._cards() == self._served
 
     def _cards(self) -> list[Any]:
-        """Return what tells one server from another. Of others than spillover `created` is the time of asking."""
+        """Return what distinguishes servers. `created` is used for spillover only; others return the current time."""
         answer = json.loads(b"".join(self._pieces("/v1/models", None, Lifetime(SHORT_SECONDS))))
         cards = answer.get("data") or []
         return [(card.get("id"), card.get("root"), card.get("max_model_len"),
                  card.get("created") if card.get("owned_by") == "spillover" else None) for card in cards]
 
     def _local_tokenizer(self) -> Tokenizer | None:
-        """Return the server's tokenizer from this machine's disk; None where it is not there or makes other tokens."""
+        """Return the server's tokenizer loaded from local disk; None if it does not exist or gives other tokens."""
         try:
             told = json.loads(b"".join(self._pieces("/kv/info", None, Lifetime(SHORT_SECONDS))))
             path, digest, template = told["tokenizer"], told["tokenizer_digest"], told["chat_template"]
@@ -102,7 +102,7 @@ class HttpBackend:
 
             found = load_tokenizer(path, template)
             return found if found.fingerprint == digest else None
-        except (SpilloverError, OSError, ValueError, KeyError, TypeError):  # another server, or files that are not its
+        except (SpilloverError, OSError, ValueError, KeyError, TypeError):  # another server, or unsuitable files
             return None
 
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
@@ -114,11 +114,11 @@ class HttpBackend:
         return self._tokenizer
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a short question, such as what the tokens of a text are."""
+        """Return the response to a short request, such as tokenising a text."""
         answer: dict[str, Any] = json.loads(b"".join(self._pieces(path, body, Lifetime(SHORT_SECONDS))))
         return answer
 
-    # Asking
+    # Requests
 
     def generate(self, prompt: Prompt, options: Mapping[str, Any], lifetime: Lifetime, on_text: OnText) -> Answer:
         body = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}, **_sampling(options)}
@@ -148,7 +148,7 @@ class HttpBackend:
             raise ProgramError(f"{self.name} gives no log probabilities of a prompt's tokens (echo with logprobs in "
                                "/v1/completions), which select needs; spillover, vLLM and SGLang do")
         counts = _counts(answer, sum(map(len, prompts)))
-        each = [TokenCounts()] * (len(prompts) - 1)  # what a server tells is of all prompts together
+        each = [TokenCounts()] * (len(prompts) - 1)  # the server's counts are for all prompts together
         return [Score([float(value) for value in row[start:len(ids)]], count)
                 for row, ids, count in zip(told, prompts, [counts, *each], strict=True)]
 
@@ -160,7 +160,7 @@ class HttpBackend:
         for connection in idle:
             connection.close()
 
-    # One exchange
+    # One HTTP exchange
 
     def _events(self, path: str, body: Mapping[str, Any], lifetime: Lifetime) -> Generator[dict[str, Any]]:
         parser = EventParser()
@@ -171,7 +171,7 @@ class HttpBackend:
                         yield json.loads(data)
 
     def _pieces(self, path: str, body: Mapping[str, Any] | None, lifetime: Lifetime) -> Generator[bytes]:
-        """Yield the body of an answer as it comes; leaving ends the request. `body` None: nothing is sent."""
+        """Yield a response's body as it arrives; leaving the iterator ends the request. `body` None sends a GET."""
         payload, method = (None, "GET") if body is None else (json.dumps(body).encode(), "POST")
         for attempt in (1, 2):
             connection, used = self._connection(lifetime)
@@ -180,7 +180,7 @@ class HttpBackend:
                 with lifetime.closing(functools.partial(_shut, connection)):
                     if connection.sock is None:
                         connection.connect()
-                    lifetime.remaining()  # whoever cancelled before there was a socket could not shut it
+                    lifetime.remaining()  # a cancellation before the socket existed could not shut it down
                     connection.request(method, self._parts.path + path, payload, self._headers)
                     response = connection.getresponse()
                     if not 200 <= response.status < 300:
@@ -192,7 +192,7 @@ class HttpBackend:
                 kept = response.isclosed() and not response.will_close
                 return
             except (http.client.HTTPException, OSError) as error:
-                lifetime.remaining()  # where that is why, it says so
+                lifetime.remaining()  # raises the reason, if the run was cancelled or has timed out
                 if attempt == 1 and used and isinstance(error, ConnectionError | http.client.HTTPException):
                     continue  # the server had closed an idle connection
                 raise ProgramError(f"no answer from {self._url}{path} ({error or type(error).__name__})") from error
@@ -223,7 +223,7 @@ class HttpBackend:
 
 
 class _Growing:
-    """An answer put together from the events of a stream."""
+    """An answer assembled from the events of a stream."""
 
     def __init__(self, on_text: OnText, chat: bool) -> None:
         self._on_text, self._chat = on_text, chat
@@ -244,7 +244,7 @@ class _Growing:
                 self._ids = [*(self._ids or []), *choice["token_ids"]]
             self._finish = choice.get("finish_reason") or self._finish
             self._stop = choice.get("stop_reason") if choice.get("stop_reason") is not None else self._stop
-            if text or not self._chat:  # a chat's first event says the role, before anything is computed
+            if text or not self._chat:  # a chat's first event has only the role, before anything is computed
                 self._on_text(text)
         if event.get("usage"):
             self._counts = _counts(event, int(event["usage"]["prompt_tokens"]))
@@ -256,7 +256,7 @@ class _Growing:
 
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a gen's options as fields of a request; those not given are left to the server's defaults."""
+    """Return a gen's options as fields of a request; the server's defaults apply to those not given."""
     body = {name: value for name, value in options.items() if name not in CONSTRAINTS and value is not None}
     for name in ("stop", "stop_token_ids"):
         if isinstance(body.get(name), tuple | set):
@@ -273,7 +273,7 @@ def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counts(answer: Mapping[str, Any], prompt_tokens: int) -> TokenCounts:
-    """Return where the prompts' tokens came from, as far as the server says."""
+    """Return where the KV of the prompts' tokens came from, as far as the server reports it."""
     timings = answer.get("timings")
     if isinstance(timings, list) and timings and "tokens" in timings[0]:
         return TokenCounts(**{name: sum(int(row["tokens"].get(name, 0)) for row in timings) for name in SOURCES})
@@ -292,7 +292,7 @@ def _refusal(name: str, response: http.client.HTTPResponse) -> str:
 
 
 def _shut(connection: http.client.HTTPConnection) -> None:
-    """Wake who reads from it, in another thread."""
+    """Shut the socket down, which wakes the thread that reads from it."""
     if connection.sock is not None:
         with contextlib.suppress(OSError):
             connection.sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""How long a program may run, and how it ends before its end."""
+"""The timeout of a program, and its cancellation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spillover.errors import SpilloverError
 
 
 class ProgramError(SpilloverError):
-    """A program that cannot go on; `branch` is where."""
+    """A program that cannot continue; `branch` is the branch that failed."""
 
     def __init__(self, message: str, branch: str | None = None) -> None:
         super().__init__(message if branch is None else f"branch '{branch}': {message}")
@@ -19,11 +19,11 @@ class ProgramError(SpilloverError):
 
 
 class ProgramCancelled(ProgramError):  # noqa: N818
-    """The program was given up before its end."""
+    """A program that was cancelled."""
 
 
 class Lifetime:
-    """How long a run may take, and its end by others. Safe from every thread."""
+    """The timeout of a run, and its cancellation. Thread-safe."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -37,7 +37,7 @@ class Lifetime:
         return self._cancelled or time.monotonic() >= self._until
 
     def remaining(self) -> float:
-        """Return the seconds left, more than 0; raises where there are none."""
+        """Return the seconds left, more than 0; raise ProgramError if the run is cancelled or has timed out."""
         left = self._until - time.monotonic()
         if self._cancelled:
             raise ProgramCancelled("the program was cancelled")
@@ -46,7 +46,7 @@ class Lifetime:
         return left
 
     def cancel(self) -> None:
-        """End all that is under way; a second call does nothing."""
+        """Cancel everything in progress; a second call does nothing."""
         with self._lock:
             self._cancelled = True
             closers, self._closers = list(self._closers.values()), {}
@@ -55,13 +55,13 @@ class Lifetime:
 
     @contextmanager
     def closing(self, close: Callable[[], object]) -> Iterator[None]:
-        """Call `close`, from another thread, if the run is cancelled meanwhile."""
+        """Call `close`, from another thread, if the run is cancelled while the context is active."""
         self.remaining()
         key = object()
         with self._lock:
             self._closers[key] = close
         try:
-            self.remaining()  # cancelled before the closer was there
+            self.remaining()  # raises if it was cancelled before the closer was registered
             yield
         finally:
             with self._lock:

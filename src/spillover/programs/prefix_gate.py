@@ -1,9 +1,9 @@
-"""Who computes a prefix that several prompts begin with: the first one, and the others wait until it has.
+"""Lets the first of several prompts with a common prefix compute it, while the others wait until it has.
 
-An engine shares KV blocks that are computed, not those that are being computed: prompts sent together that begin alike
-would each compute their beginning. The gate lets the first go ahead and holds the others until its first token. It
-knows blocks by hashes of all tokens up to their end, and learns only from what passes through it; where it is wrong (a
-block was evicted, or somebody else computed it) something is computed twice, or waited for once.
+An engine shares KV blocks that are computed, not those being computed: prompts with a common prefix that are sent
+together would each compute it. The gate admits the first and holds the others until its first token. It identifies
+blocks by hashes of all tokens up to their end, and learns only from the prompts that pass it; if it is wrong (a block
+was evicted, or another client computed it), a prefix is computed twice or one wait is unnecessary.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 from spillover.programs.lifetime import Lifetime
 
-MOST_BLOCKS = 1 << 16  # remembered; those not used for longest are forgotten
-LOOK_SECONDS = 0.2  # between looks whether the run was cancelled
+MOST_BLOCKS = 1 << 16  # maximum number remembered, least recently used forgotten first
+LOOK_SECONDS = 0.2  # between two checks whether the run was cancelled
 
 
 class PrefixGate:
@@ -27,7 +27,7 @@ class PrefixGate:
         self._changed = threading.Condition()
 
     def cold(self, ids: Sequence[int]) -> int:
-        """Return how many tokens in whole blocks, from the first one on, a prompt would have computed."""
+        """Return the number of a prompt's tokens in whole blocks that are not known to be computed."""
         blocks = self._blocks(ids)
         with self._changed:
             return (len(blocks) - self._warm(blocks)) * self.block_size
@@ -35,9 +35,9 @@ class PrefixGate:
     @contextmanager
     def passing(self, ids: Sequence[int], lifetime: Lifetime,
                 usable: int | None = None) -> Iterator[Callable[[], None]]:
-        """Wait until nobody computes a block that this prompt could use, then hold its own until they are computed.
+        """Wait until no block that this prompt could use is being computed, then claim its own until computed.
 
-        Gives a function to call when they are. `usable`: tokens of the prompt that a cache may answer for.
+        Yields a function to call when they are. `usable` is the number of the prompt's tokens that a cache may provide.
         """
         blocks = self._blocks(ids)
         reusable = min(len(ids) - 1 if usable is None else usable, len(ids) - 1) // self.block_size
@@ -65,13 +65,13 @@ class PrefixGate:
                 self._settle(own, [])
 
     def note(self, ids: Sequence[int]) -> None:
-        """Note that these tokens have their KV in the cache: a prompt and its answer but for the last token."""
+        """Record that the KV of these tokens is cached: a prompt and its answer without the last token."""
         blocks = self._blocks(ids)
         with self._changed:
             self._remember(blocks)
 
     def forget(self) -> None:
-        """Forget everything: the cache was emptied."""
+        """Forget all blocks, because the cache was emptied."""
         with self._changed:
             self._ready.clear()
 
@@ -89,11 +89,11 @@ class PrefixGate:
             self._ready.popitem(last=False)
 
     def _warm(self, blocks: Sequence[int]) -> int:
-        """Return how many blocks from the first on are computed."""
+        """Return the number of leading blocks that are computed."""
         return next((index for index, block in enumerate(blocks) if block not in self._ready), len(blocks))
 
     def _blocks(self, ids: Sequence[int]) -> list[int]:
-        """Return a hash for each whole block, of all tokens up to its own last."""
+        """Return a hash for each whole block, of all tokens up to the block's end."""
         hashes, before, size = [], 0, self.block_size
         for start in range(0, len(ids) - len(ids) % size, size):
             before = hash((before, *ids[start:start + size]))

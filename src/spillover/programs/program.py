@@ -1,4 +1,4 @@
-"""`@program`: a function that writes a prompt with structure, to be run once, many times, or watched while it runs."""
+"""`@program`: a function that writes a structured prompt, to be run once, in a batch, or streamed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from spillover.programs.run import Chunk, Run
 from spillover.programs.state import State
 from spillover.progress import counted
 
-TIMEOUT = 600.0  # seconds for one run
+TIMEOUT = 600.0  # timeout of one run in seconds
 RESERVED = ("backend", "timeout")
 Body = Callable[..., Any]
 
 
 class Program:
-    """A program, made by `@program`. Each of its methods takes the function's own arguments, and:
+    """A program, created by `@program`. Each of its methods takes the function's own arguments, and:
 
-    `backend`: an LLM, an AsyncLLM, or the URL of an OpenAI-compatible server; else that of `set_default_backend`.
-    `timeout`: seconds for one run, however many branches it has.
+    `backend`: an LLM, an AsyncLLM, or the URL of an OpenAI-compatible server; by default that of `set_default_backend`.
+    `timeout`: the timeout of one run in seconds, for all branches together.
     """
 
     def __init__(self, body: Body, options: dict[str, Any], prefill: bool = True) -> None:
@@ -50,15 +50,15 @@ class Program:
                                "another name")
 
     def __call__(self, s: State, *args: Any, **kwargs: Any) -> Any:
-        """Write this program's text into the state of another one."""
+        """Write this program's text into the state of another program."""
         return self._body(s, *args, **kwargs)
 
     def run(self, *args: Any, backend: Any = None, timeout: float = TIMEOUT, **kwargs: Any) -> State:
-        """Run to the end and return the state; the function's own result is its `returned`."""
+        """Run to completion and return the state; the function's own result is its `returned`."""
         return self._run(_awaited(backend_of(backend)), Lifetime(timeout), None, args, kwargs)
 
     async def run_async(self, *args: Any, backend: Any = None, timeout: float = TIMEOUT, **kwargs: Any) -> State:
-        """Run in a thread; cancelling the task ends the program's requests."""
+        """Run in a thread; cancelling the task cancels the program's requests."""
         lifetime, found = Lifetime(timeout), backend_of(backend)
         running = asyncio.ensure_future(asyncio.to_thread(self._run, found, lifetime, None, args, kwargs))
         try:
@@ -70,7 +70,7 @@ class Program:
             raise
 
     def stream(self, *args: Any, backend: Any = None, timeout: float = TIMEOUT, **kwargs: Any) -> Stream:
-        """Start a run; the result yields what is said, of all branches as it comes."""
+        """Start a run; the result yields the text of all branches as it arrives."""
         found = _awaited(backend_of(backend))
         return Stream(lambda lifetime, chunks: self._run(found, lifetime, chunks, args, kwargs), timeout)
 
@@ -78,8 +78,8 @@ class Program:
                   num_threads: int = 64, progress: bool = True, return_exceptions: bool = False) -> list[Any]:
         """Run once for each dict of arguments, `num_threads` at a time, and return the states in their order.
 
-        What their prompts begin with alike is computed once. The first error ends all others and is raised, with the
-        place in the batch; with `return_exceptions` it stands in the list instead, and the others go on.
+        Common prefixes of their prompts are computed once. The first error cancels the other runs and is raised with
+        the index in the batch; with `return_exceptions` it is put into the list instead, and the others continue.
         """
         found = _awaited(backend_of(backend))
         if num_threads < 1:
@@ -129,7 +129,7 @@ class Program:
 
 
 class Stream:
-    """What a program says while it runs. Leaving it early, by `close` or `with`, ends the program's requests."""
+    """The output of a running program. Leaving it early, by `close` or `with`, cancels the program's requests."""
 
     def __init__(self, run: Callable[[Lifetime, queue.SimpleQueue[Chunk | None]], State], timeout: float) -> None:
         self._lifetime = Lifetime(timeout)
@@ -148,20 +148,20 @@ class Stream:
         self._thread.start()
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Yield chunks until the program ends; raises what it raised."""
+        """Yield chunks until the program ends; raise the program's error, if any."""
         while (chunk := self._take()) is not None:
             yield chunk
         self._result.result(0)
 
     @property
     def state(self) -> State:
-        """Return the state at the end; waits for it."""
+        """Wait for the program to end and return its state."""
         while self._take() is not None:
             pass
         return self._result.result(0)
 
     def close(self) -> None:
-        """End the program if it still runs, and wait until its requests have."""
+        """Cancel the program if it still runs, and wait until its requests have finished."""
         self._lifetime.cancel()
         while self._take() is not None:
             pass
@@ -174,7 +174,7 @@ class Stream:
         self.close()
 
     def _take(self) -> Chunk | None:
-        """Return the next chunk; None from the end on. The program itself has a deadline, so this wait has one."""
+        """Return the next chunk; None once the program has ended. The wait is bounded by the program's own timeout."""
         chunk = self._chunks.get()
         if chunk is None:
             self._chunks.put(None)
@@ -187,15 +187,15 @@ def program(body: Body) -> Program: ...
 @overload
 def program(*, prefill: bool = True, **options: Any) -> Callable[[Body], Program]: ...
 def program(body: Body | None = None, *, prefill: bool = True, **options: Any) -> Any:
-    """Make a function that writes into a state a program. `options`: of every gen in it that does not say otherwise;
-    `prefill`: whether fixed text is prefilled ahead."""
+    """Turn a function that writes into a state into a program. `options` are defaults of every gen in it; `prefill`:
+    whether fixed text is prefilled ahead of its gen."""
     if body is not None:
         return Program(body, {})
     return lambda given: Program(given, options, prefill)
 
 
 def _awaited(backend: Backend) -> Backend:
-    """Refuse to wait, in the thread of an event loop, for an engine that answers by that loop."""
+    """Refuse a blocking wait in the thread of the event loop that the engine needs to answer."""
     try:
         here = asyncio.get_running_loop()
     except RuntimeError:

@@ -1,5 +1,5 @@
-"""A backend that writes down what programs ask of another one, and an oracle that knows how much of it a cache could
-have answered."""
+"""A backend that records the requests of programs to another backend, and a function that computes how many of their
+tokens a cache could have had."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from spillover.programs.lifetime import Lifetime
 
 @dataclass
 class Asked:
-    """One request: its prompt, how much of that a cache may answer for, and what was generated."""
+    """One request: its prompt, how many of its tokens may come from a cache, and the generated tokens."""
 
     ids: list[int]
     usable: int
     generated: list[int]
-    begun_before_its_end: int = 0  # requests that had begun when this one ended
+    begun_before_its_end: int = 0  # number of requests that had begun when this one finished
 
 
 class RecordingBackend:
-    """For backends that tokenize and render."""
+    """A backend that records requests to another one, which must tokenize and render."""
 
     tokenizes = renders = True
 
@@ -31,8 +31,8 @@ class RecordingBackend:
         self.inner = inner
         self.name = inner.name
         self.gate = inner.gate
-        self.asked: list[Asked] = []  # in the order in which they were begun
-        self.open = 0  # requests that have not ended
+        self.asked: list[Asked] = []  # in the order in which they began
+        self.open = 0  # number of unfinished requests
         self.counts = TokenCounts()
         self._lock = threading.Lock()
 
@@ -89,8 +89,8 @@ class RecordingBackend:
 
 
 def findable(asked: Sequence[Asked], block_size: int, settled: bool = False) -> int:
-    """Return how many prompt tokens these requests, one after another, would find in an endless cache. `settled`: only
-    what had been generated for certain by then, by requests that had ended."""
+    """Return the prompt tokens that these requests, run one after another, would find in an unlimited cache. `settled`:
+    count generated tokens only if their request had finished by then."""
     known: set[tuple[int, ...]] = set()
     found = 0
     for place, each in enumerate(asked):

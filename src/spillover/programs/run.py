@@ -1,4 +1,4 @@
-"""One run of a program: its branches' threads, its time, its errors, and what it tells while it goes on."""
+"""One run of a program: the threads of its branches, its timeout, its errors, and the chunks it streams."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from spillover.programs.context import Context
 from spillover.programs.lifetime import Lifetime, ProgramError
 from spillover.programs.state import State
 
-LEAVE_SECONDS = 30.0  # for the requests of a cancelled run to end
+LEAVE_SECONDS = 30.0  # timeout for the requests of a cancelled run to finish
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Something that a branch has said: fixed text has no name, nor has a gen that was given none."""
+    """A piece of a branch's text; `name` is that of its gen, None for fixed text or a gen without a name."""
 
     branch: str
     name: str | None
@@ -31,7 +31,7 @@ class Chunk:
 class Run:
     def __init__(self, backend: Backend, lifetime: Lifetime, defaults: Mapping[str, Any], prefills: bool = True,
                  chunks: queue.SimpleQueue[Chunk | None] | None = None) -> None:
-        """Begin a run. `defaults`: options of every gen; `prefills`: fixed text ahead; `chunks`: gets what is said."""
+        """Begin a run. `defaults`: options of every gen; `prefills`: fixed text ahead; `chunks`: gets the text."""
         self.backend = backend
         self.lifetime = lifetime
         self.defaults = dict(defaults)
@@ -49,7 +49,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        """End all that still runs, and wait until it has."""
+        """Cancel everything in progress, and wait until it has ended."""
         self.ended = True
         until = time.monotonic() + LEAVE_SECONDS
         with self._idle:
@@ -63,7 +63,7 @@ class Run:
                 raise ProgramError(f"{self._threads} branches have not ended within {LEAVE_SECONDS:g} s")
 
     def finish(self) -> None:
-        """Wait for all branches; raises the first error that the program has not been given."""
+        """Wait for all branches; raise the first error that the program has not seen."""
         given = list(self._given)
         for state in self._states:
             try:
@@ -81,7 +81,7 @@ class Run:
         self._states.append(state)
 
     def seen(self, error: ProgramError) -> None:
-        """Note that the program has been given this error."""
+        """Record that the program has seen this error."""
         self._given.append(error)
 
     def tell(self, branch: str, name: str | None, text: str) -> None:
@@ -89,7 +89,7 @@ class Run:
             self._chunks.put(Chunk(branch, name, text))
 
     def start(self, work: Callable[[], None]) -> None:
-        """Run a branch's work in a thread that this run waits for at its end."""
+        """Run a branch's work in a thread that this run waits for when it ends."""
 
         def body() -> None:
             try:
@@ -110,7 +110,7 @@ class Run:
 
     @contextmanager
     def passing(self, ids: list[int] | None, usable: int | None = None) -> Iterator[Callable[[], None]]:
-        """Wait for who computes the same beginning; see PrefixGate."""
+        """Wait for a request that computes the same prefix; see PrefixGate."""
         if ids is None:
             yield lambda: None
             return

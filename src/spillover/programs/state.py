@@ -1,7 +1,7 @@
-"""A program's state: what it has said so far, and what is still to be done, in order, by a thread of its own.
+"""A program's state: the text of a branch so far, and its pending tasks, which a thread of the branch runs in order.
 
-`s += ...` notes what to do and returns at once, so the branches of a fork run together; `s["name"]` waits. The thread
-of a branch starts when there is something to ask the model and ends when there is not.
+`s += ...` queues a task and returns at once, so the branches of a fork run concurrently; `s["name"]` waits. The thread
+of a branch starts when there is a request for the model and ends when there is none.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from spillover.programs.steps import generate, prefill_ahead, select_likeliest
 if TYPE_CHECKING:
     from spillover.programs.run import Run
 
-AHEAD_SECONDS = 0.005  # without anything to do before fixed text is prefilled ahead
-AHEAD_CHARACTERS = 256  # of fixed text, from which on a branch that asks nothing looks whether to prefill
+AHEAD_SECONDS = 0.005  # idle time before fixed text is prefilled ahead
+AHEAD_CHARACTERS = 256  # length of fixed text from which on an idle branch checks whether to prefill it ahead
 
 
 @dataclass
 class Task:
-    """Something to be done in a branch."""
+    """A task of a branch."""
 
     work: Callable[[], Any]
     name: str | None = None
-    asks: bool = True  # of the model, or others wait for it
-    fresh: int = 0  # characters of fixed text that may be prefilled ahead
+    asks: bool = True  # whether it sends a request, or others wait for it
+    fresh: int = 0  # number of characters of fixed text that may be prefilled ahead
     done: threading.Event = field(default_factory=threading.Event)
     value: Any = None
     details: dict[str, Any] = field(default_factory=dict)
@@ -45,9 +45,9 @@ class State:
     """One branch of a running program."""
 
     def __init__(self, run: Run, name: str, context: Context | None) -> None:
-        """Make a branch. `context` None: a fork's, which comes when its parent is that far."""
+        """Create a branch. `context` is None for a branch of a fork, which gets it once its parent has reached it."""
         self.name = name
-        self.returned: Any = None  # by the program, of its first branch
+        self.returned: Any = None  # the result of the program's function, in the main branch
         self._run = run
         self._context = context or Context(run.backend)
         self._started = threading.Event()
@@ -56,13 +56,13 @@ class State:
         self._lock = threading.Condition()
         self._tasks: deque[Task] = deque()
         self._working = False
-        self._queued = 0  # fresh characters of the tasks
-        self._fresh = 0  # those done since something was asked
+        self._queued = 0  # number of fresh characters in the queue
+        self._fresh = 0  # number of fresh characters added since the last request
         self._named: dict[str, Task] = {}
         self._last: Task | None = None
         self._error: ProgramError | None = None
-        self._role: Role | None = None  # of the message that the program is writing
-        self._inherited = False  # that message was begun by the parent, and ends where this branch begins another
+        self._role: Role | None = None  # role of the message that the program is writing
+        self._inherited = False  # the parent began that message; it is closed when this branch begins another
         self._counts = TokenCounts()
         self._branches: list[State] = []
 
@@ -74,7 +74,7 @@ class State:
         return self
 
     def system(self) -> Any:
-        """Write the system's message: `with s.system(): s += ...`."""
+        """Write the system message: `with s.system(): s += ...`."""
         return self._speaking("system")
 
     def user(self) -> Any:
@@ -84,8 +84,8 @@ class State:
         return self._speaking("assistant")
 
     def fork(self, branches: int | Sequence[str]) -> Forks:
-        """Return n branches, or one per name, each of which goes on from here by itself."""
-        before = len(self._branches)  # of earlier forks: numbers go on
+        """Return n branches, or one per name, each of which continues independently from here."""
+        before = len(self._branches)  # branches of earlier forks, from which the numbering continues
         names = [str(before + index) for index in range(branches)] if isinstance(branches, int) else list(branches)
         if not names or len(set(names)) != len(names):
             raise ProgramError(f"fork takes how many branches, or a name for each; got {branches!r}")
@@ -107,11 +107,11 @@ class State:
     # Reading
 
     def __getitem__(self, name: str) -> Any:
-        """Return what a gen or select of this name brought; waits for it. After a join, a list of the branches'."""
+        """Wait for the result of the gen or select of this name and return it. After a join, a list by branch."""
         return self._wait(self._task(name)).value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Keep a value of the program's own."""
+        """Store a value of the program under a name."""
         task = Task(lambda: value, name)
         task.value = value
         task.done.set()
@@ -124,11 +124,11 @@ class State:
         return self[name] if name in self._named else default
 
     def meta(self, name: str) -> dict[str, Any]:
-        """Return what is known of a gen (finish_reason, stop_reason, token_ids, counts) or a select (scores)."""
+        """Return the details of a gen (finish_reason, stop_reason, token_ids, counts) or a select (scores)."""
         return dict(self._wait(self._task(name)).details)
 
     def text(self) -> str:
-        """Return all of the text, fixed and generated; of a chat one paragraph a message."""
+        """Return the whole text, fixed and generated; for a chat one paragraph per message."""
         self.sync()
         return self._context.text()
 
@@ -138,25 +138,25 @@ class State:
         return list(self._context.messages)
 
     def tokens_by_source(self) -> TokenCounts:
-        """Return the prompt tokens of all requests of this branch and its forks by where they came from; of those that
-        failed, what was asked before."""
+        """Return the prompt tokens of all requests of this branch and its forks by where their KV came from; for
+        branches that failed, those of the requests before."""
         self._settle()
         return sum((branch.tokens_by_source() for branch in self._branches), self._counts)
 
     @property
     def rebuilds(self) -> int:
-        """Return how often the chat template did not extend what it had rendered before, here and in the forks."""
+        """Return how often the chat template did not extend the previous rendering, here and in the forks."""
         self._settle()
         return self._context.rebuilds + sum(branch.rebuilds for branch in self._branches)
 
     def sync(self) -> None:
-        """Wait until all that was written so far is done; raises what failed."""
+        """Wait until all tasks so far are done; raise the error of a failed one."""
         last = self._settle()
         if last is not None:
             self._wait(last)
 
     def _settle(self) -> Task | None:
-        """Wait until all that was written so far is done or has failed; return the last of it."""
+        """Wait until all tasks so far are done or have failed; return the last one."""
         with self._lock:
             last = self._last
             self._wake()
@@ -237,10 +237,10 @@ class State:
         self._run.seen(error)
         return error
 
-    # The branch's own thread
+    # The branch's thread
 
     def _wake(self) -> None:
-        """Start the thread if it does not run; with the lock held."""
+        """Start the thread if it is not running; called with the lock held."""
         if not self._working and self._tasks:
             self._working = True
             self._run.start(self._work)
@@ -259,7 +259,7 @@ class State:
             self._fail(task, error)
 
     def _next(self) -> Task | None:
-        """Return the next task; prefills what is known where none comes soon. None: the thread ends."""
+        """Return the next task; None if the thread must end. If no task comes soon, known text is prefilled ahead."""
         with self._lock:
             if not self._tasks and self._fresh >= AHEAD_CHARACTERS and not self._run.ended:
                 self._lock.wait(AHEAD_SECONDS)
@@ -299,7 +299,7 @@ class State:
                 branch._never(told)
 
     def _never(self, error: ProgramError) -> None:
-        """End a branch whose parent did not come to it."""
+        """Fail a branch that its parent did not reach."""
         with self._lock:
             self._error = error
             waiting, self._working = list(self._tasks), True
@@ -311,7 +311,7 @@ class State:
         for branch in self._branches:
             branch._never(error)
 
-    # What tasks use, in that thread
+    # Called by tasks in that thread
 
     @property
     def context(self) -> Context:
@@ -332,7 +332,7 @@ class Forks(Sequence[State]):
         return self._branches[index]
 
     def __setitem__(self, index: int, value: State) -> None:
-        """Let `forks[0] += ...` be written, which assigns; a branch cannot be replaced."""
+        """Allow `forks[0] += ...`, which assigns; a branch cannot be replaced."""
         if value is not self._branches[index]:
             raise ProgramError("a branch of a fork cannot be replaced by another; write into it with forks[i] += ...")
 
@@ -340,13 +340,13 @@ class Forks(Sequence[State]):
         return len(self._branches)
 
     def __iadd__(self, value: str | Expression) -> Forks:
-        """Write the same in every branch."""
+        """Write the same text in every branch."""
         for branch in self._branches:
             branch += value
         return self
 
     def join(self) -> list[State]:
-        """Wait for all branches; what they have named since the fork is a list of all their values in the parent."""
+        """Wait for all branches; a name set in them since the fork becomes the list of their values in the parent."""
         for branch in self._branches:
             branch.sync()
         names = {name: None for branch in self._branches for name, task in branch._named.items()

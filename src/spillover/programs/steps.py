@@ -1,4 +1,4 @@
-"""What a branch asks of the model: one answer, the likeliest of several texts, or nothing but to have read ahead."""
+"""The requests of a branch to the model: an answer, the likeliest of several texts, or prefilling text ahead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from spillover.programs.run import Run
     from spillover.programs.state import State, Task
 
-AHEAD_TOKENS = 64  # in whole blocks; a request for fewer costs more than it saves
+AHEAD_TOKENS = 64  # minimum number in whole blocks; a request for fewer costs more than it saves
 
 
 def generate(state: State, run: Run, task: Task, options: Mapping[str, Any]) -> str:
@@ -45,7 +45,7 @@ def select_likeliest(state: State, run: Run, task: Task, asked: Select) -> str:
                            "gen(regex='yes|no') there, or another server")
     choices = [backend.encode(choice) for choice in asked.choices]
     prompts = [prefix + ids for ids in choices]
-    # The first leaves what all share in the cache; with that computed, all go together.
+    # The first leaves the common prefix in the cache; once it is cached, all are sent together.
     first = 1 if backend.gate.cold(prefix) else len(prompts)
     scores = []
     for part in (prompts[:first], prompts[first:]):
@@ -66,7 +66,7 @@ def select_likeliest(state: State, run: Run, task: Task, asked: Select) -> str:
 
 
 def prefill_ahead(state: State, run: Run) -> None:
-    """Have the fixed text that is known computed while the program does something else, where there is enough of it."""
+    """Prefill known fixed text while the program does something else, if there is enough of it."""
     if not run.prefills:
         return
     try:
@@ -76,8 +76,8 @@ def prefill_ahead(state: State, run: Run) -> None:
         with run.passing(ids) as computed:
             answer = run.backend.generate(Prompt(ids), {"max_tokens": 1, "temperature": 0}, run.lifetime,
                                           lambda _: computed())
-    except ProgramError:  # cancelled, or out of time
+    except ProgramError:  # cancelled or timed out
         raise
-    except SpilloverError:  # the gen that follows will be told as well, and says what it was
+    except SpilloverError:  # the gen that follows will fail with the same error and report it
         return
     state.count(answer.counts)

@@ -1,4 +1,4 @@
-"""The outer layers of every HTTP request: its id, its size limit, and the one line that is logged at its end."""
+"""Middleware around every HTTP request: its id, the limit on its body's size, and the line logged when it finishes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from spillover.units import format_bytes
 
 log = logging.getLogger("spillover.access")
 
-# How many bodies of the largest size may be held at once; smaller ones accordingly more. The first bytes of each are
-# not counted, so that usual requests are served whatever the large ones do.
+# The number of bodies of the largest size that may be held at once; smaller bodies may be more. The first _SMALL_BODY
+# bytes of each body are not counted, so small requests are served even while large ones use up the limit.
 BODIES_AT_ONCE = 16
 _SMALL_BODY = 65_536
 
-# Asked for every second by dashboards and probes: not logged.
+# Paths that dashboards and probes request every second; they are not logged.
 _QUIET = (*PROBES, "/metrics", "/live", "/page/", "/favicon.ico", "/kv/info")
 
 
 class Sent:
-    """A `send` that notes the answer's status, and adds headers to it."""
+    """A `send` that records the response's status and adds headers to it."""
 
     def __init__(self, send: Send, headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple) -> None:
-        self.status = 499  # nothing was sent: the client had gone
+        self.status = 499  # 499 until a response starts: the client has disconnected
         self._send = send
         self._headers = headers
 
@@ -43,7 +43,7 @@ class Sent:
 
 
 class RequestLog:
-    """Middleware that gives each request an id and logs one line when it is over, without prompts."""
+    """Middleware that gives each request an id and logs one line when it has finished, without prompts."""
 
     def __init__(self, app: ASGIApp, front: Front) -> None:
         self._app = app
@@ -54,7 +54,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         request_id = scope["request_id"] = secrets.token_hex(12)
-        # While draining the client's next request opens a connection, which finds another server.
+        # While the server drains, close the connection: the client's next request opens a new one, to another server.
         sent = Sent(send, lambda: [(b"x-request-id", request_id.encode()),
                                    *([(b"connection", b"close")] if self._front.draining else ())])
         start = time.monotonic()
@@ -88,14 +88,14 @@ class RequestLog:
 
 
 class BodyLimit:
-    """Middleware that refuses a body that is too large, and any beyond the memory of all bodies together."""
+    """Middleware that refuses bodies that are too large, alone or together with those already held."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
         self._limit = limit
         self._total_limit = BODIES_AT_ONCE * limit
         self._total = 0  # bytes of all bodies that are being received, parsed or prepared
-        # A client that is cut off in mid-body seldom reads the answer, so what is sent is taken in, up to a point.
+        # A client cut off in mid-body seldom reads the response, so a too large body is read on, up to this many bytes.
         self._patience = 4 * limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,7 +128,7 @@ class BodyLimit:
                     self._total += more
                     scope["spillover.body_bytes"] = size
                     return message
-                release()  # the rest is only counted
+                release()  # the rest of a too large body is counted and dropped
                 if not message.get("more_body") or size > self._patience:
                     raise self._too_large(max(size, expected))
                 message = await receive()

@@ -1,4 +1,4 @@
-"""The HTTP application: routes and the layers around them. What is behind it is handed in."""
+"""The HTTP application: its routes and the middleware around them."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def make_app(client: AsyncLLM, settings: ServerSettings) -> FastAPI:
     add_page(app)
     add_error_handlers(app)
     describe(app, BODIES)
-    # The last one added is the outermost.
+    # The middleware added last is the outermost.
     app.add_middleware(BodyLimit, limit=settings.max_request_bytes)
     if keys or settings.admin_keys:
         app.add_middleware(ApiKeys, keys=keys, admin_keys=settings.admin_keys)
-    if not keys:  # a page of another site does not know a key
+    if not keys:  # not needed with keys, as a page of another site does not know them
         app.add_middleware(SameSite, host=settings.host, origins=settings.cors_origins, hosts=settings.allowed_hosts)
     app.add_middleware(LastResort)
-    add_metrics(app)  # counts what the layers before it answer too
+    add_metrics(app)  # outside of the layers above, to count their responses too
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"],
                            allow_headers=["*"])

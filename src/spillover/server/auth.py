@@ -1,6 +1,6 @@
 """API keys: `Authorization: Bearer KEY`, compared in constant time. Off unless keys are given.
 
-A key is known by its name everywhere else: in metrics, in logs and at /usage.
+Everywhere else (metrics, logs, /usage) a key is referred to by its name.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from spillover.errors import SpilloverError
 from spillover.server.api.errors import ApiError, error_response
 from spillover.server.api.probes import PROBES
 
-# What a load balancer needs to see, and the page itself; what the page shows is asked for with the key.
+# Paths open without a key: those a load balancer checks, and the page itself; the data that the page shows needs a key.
 OPEN_PATHS = frozenset((*PROBES, "/version", "/", "/docs", "/openapi.json", "/favicon.ico"))
 OPEN_PREFIX = "/page/"
 
-# What changes the state of the server for everybody.
+# Routes that change the state of the server for all clients.
 ADMIN_PATHS = frozenset(("/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile"))
-USAGE_PATH = "/usage"  # for any key: its own; for an admin key: everybody's
+USAGE_PATH = "/usage"  # shows a key its own usage, and an admin key the usage of all keys
 
-ANONYMOUS = "anonymous"  # whose requests are counted where no key is asked for
+ANONYMOUS = "anonymous"  # the key name under which requests are counted if the server requires no key
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
 class KeyRing:
-    """The keys that a server takes, by name: those of --api-key as key1, key2, ..., and those of --api-key-file."""
+    """The keys that a server accepts, by name: those of --api-key as key1, key2, ..., and those of --api-key-file."""
 
     def __init__(self, keys: tuple[str, ...], file: str | None = None) -> None:
         self._given = {f"key{number}": _digest(key.encode()) for number, key in enumerate(keys, 1)}
@@ -45,12 +45,12 @@ class KeyRing:
         return tuple(self._digests)
 
     def reload(self) -> int:
-        """Read the file again and return the number of keys; SpilloverError, and the old keys stay, if it is wrong."""
+        """Read the file again, return the number of keys; if it is wrong, raise SpilloverError, keep the old keys."""
         self._digests = self._read()
         return len(self._digests)
 
     def name_of(self, digest: bytes) -> str | None:
-        """Return the name of the key with this digest; every key is compared, so that the time taken says nothing."""
+        """Return the name of the key with this digest; all keys are compared, so the time taken reveals nothing."""
         found = None
         for name, known in self._digests.items():
             if hmac.compare_digest(digest, known):
@@ -69,7 +69,7 @@ class KeyRing:
 
 
 def read_keys(file: str) -> Mapping[str, str]:
-    """Return the keys of a file by name: `NAME KEY` on each line, `#` before a comment. No error tells a key."""
+    """Return a file's keys by name: `NAME KEY` per line, `#` starts a comment. No error message shows a key."""
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -84,7 +84,7 @@ def read_keys(file: str) -> Mapping[str, str]:
             raise SpilloverError(f"--api-key-file {file}, line {number}: write NAME KEY, with a name of at most 64 "
                                  f"letters, digits and _.@-")
         if parts[0] in keys:
-            raise SpilloverError(f"--api-key-file {file}, line {number}: the name '{parts[0]}' is there already")
+            raise SpilloverError(f"--api-key-file {file}, line {number}: the name '{parts[0]}' is used twice")
         keys[parts[0]] = parts[1]
     if not keys:
         raise SpilloverError(f"--api-key-file {file} holds no key; write NAME KEY on a line, or leave the flag out")
@@ -92,12 +92,12 @@ def read_keys(file: str) -> Mapping[str, str]:
 
 
 class ApiKeys:
-    """Middleware that asks for a key: one of `keys` on most routes, one of `admin_keys` (if any) on those that change
-    the server for everybody."""
+    """Middleware that requires a key: one of `keys` on most routes, one of `admin_keys` (if any) on those that change
+    the server for all clients."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, admin_keys: tuple[str, ...],
                  open_paths: frozenset[str] = OPEN_PATHS, admin_prefix: str | None = None) -> None:
-        """Guard an application. `open_paths` ask for none; `admin_prefix`: paths below it are for admins too."""
+        """Guard an application. `open_paths` need no key; paths below `admin_prefix` are admin paths too."""
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
@@ -116,7 +116,7 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        """Return whether a request may pass, and note who sent it."""
+        """Return whether a request may pass, and store its key's name in the scope."""
         path: str = scope["path"]
         if path in self._open_paths or path.startswith(OPEN_PREFIX):
             return True

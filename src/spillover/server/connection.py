@@ -1,7 +1,7 @@
-"""One client's connection: HTTP as uvicorn speaks it, with limits on what may come before a request is one.
+"""One client's connection: uvicorn's HTTP protocol, with limits on what a client may send before a request is complete.
 
-Nothing here is known of a client yet, not even its key: headers are bounded in bytes and count, a request must arrive
-within a time, those behind it wait as bytes and not as requests, and connections are bounded in number.
+Nothing is known of the client yet, not even its key. So the headers are limited in bytes and number, a request must
+arrive within a timeout, pipelined requests wait as unparsed bytes, and the number of connections is limited.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from spillover.server.api.errors import ApiError, error_body
 
-MAX_HEADER_BYTES = 65_536  # request line and headers; also of the trailers of a chunked body
+MAX_HEADER_BYTES = 65_536  # limit for request line and headers; also for the trailers of a chunked body
 MAX_HEADERS = 256
-MIN_BODY_RATE = 16_384  # bytes per second, beside --client-timeout, that a body must come at on average
-_SLICE = 4096  # bytes given to the parser at once: as many requests may stand in a queue as fit in it
-_MAX_WAITING_BYTES = 65_536  # bytes of requests behind the one being served; then no more is read
-_FRAME_BYTES = 16  # more than the framing of the smallest chunk of a body takes, per byte of it
-_PROBE_SECONDS = 0.25  # between looks at whether a client that ended its half of the connection is still there
+MIN_BODY_RATE = 16_384  # minimum average bytes per second of a body, on top of the allowance of --client-timeout
+_SLICE = 4096  # bytes passed to the parser at once, which bounds how many pipelined requests it can queue
+_MAX_WAITING_BYTES = 65_536  # pipelined bytes after the request being served at which reading pauses
+_FRAME_BYTES = 16  # upper bound of a chunked body's framing in bytes per byte of body
+_PROBE_SECONDS = 0.25  # seconds between two checks whether a client that half-closed the connection still exists
 
 
 @dataclass
 class Connections:
-    """What all connections of a server share: their limits, and which of them are idle, oldest first."""
+    """State shared by all connections of a server: their limits, and the idle connections, oldest first."""
 
     max_connections: int
     timeout: float  # seconds
-    refused: Callable[[str], None]  # told the reason of each refusal
+    refused: Callable[[str], None]  # called with the reason of each refusal
     idle: dict[Connection, None] = field(default_factory=dict)
 
     def protocol(self) -> Any:
-        """Return what uvicorn calls for each connection."""
+        """Return the protocol factory that uvicorn calls for each connection."""
         return partial(Connection, self)
 
 
@@ -44,16 +44,16 @@ class Connection(HttpToolsProtocol):
     def __init__(self, shared: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shared = shared
-        self._waiting = bytearray()  # not parsed yet: a request is being served
-        self._refusal: ApiError | None = None  # why the parser was stopped
-        self._deadline: asyncio.TimerHandle | None = None  # timer of the request that is arriving
-        self._began = 0.0  # when its first byte came
+        self._waiting = bytearray()  # bytes not parsed yet, because a request is being served
+        self._refusal: ApiError | None = None  # the reason why the parser was stopped
+        self._deadline: asyncio.TimerHandle | None = None  # timer for the request that is arriving
+        self._began = 0.0  # time when the request's first byte arrived
         self._messages = 0
         self._running: RequestResponseCycle | None = None
         self._ended_by_client = False
         self._probe: asyncio.TimerHandle | None = None
-        self._in_message = False  # between the first byte of a request and the last of its body
-        self._overhead = 0  # bytes of the message that are no body: headers, framing, trailers
+        self._in_message = False  # True between the first byte of a request and the last byte of its body
+        self._overhead = 0  # bytes of the message outside its body: headers, framing, trailers
         self._body_bytes = 0
         self._header_bytes = 0
 
@@ -62,7 +62,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._shared.max_connections:
-            # Whoever has nothing under way makes room, the one that has been so for longest first.
+            # Close the connection that has been idle longest to make room for this one.
             oldest = next(iter(self._shared.idle), None)
             if oldest is None:
                 self._refuse(ApiError(503, f"The server has {self._shared.max_connections} connections, all of them in "
@@ -80,7 +80,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._waiting.clear()
         self.pipeline.clear()
-        if self._running is not None:  # not always the latest, which alone uvicorn tells
+        if self._running is not None:  # not always the latest cycle, which is the only one that uvicorn notifies
             self._running.disconnected = self._running.disconnected or not self._running.response_complete
             self._running.message_event.set()
         super().connection_lost(exc)
@@ -91,14 +91,14 @@ class Connection(HttpToolsProtocol):
         self._parse_waiting()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Go on: a client may end its half once it has sent its request, and still gets the answer."""
+        """Keep the connection: a client may close its half after sending a request, and still gets the response."""
         serving = self._serving()
         if not serving or self._in_message or self.scheme == "https" or self.cycle.scope["http_version"] == "1.0":
             return None
         self._ended_by_client = True
         if not self.cycle.response_started:
-            # Whether it reads on or has gone looks the same until something is sent. This, every client skips, and the
-            # system of one that has gone resets the connection.
+            # A client that still reads and one that has gone look alike until something is sent. Every client skips
+            # this response; the system of one that has gone resets the connection.
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._probe = self.loop.call_later(_PROBE_SECONDS, self._look_for_client)
         return True
@@ -144,29 +144,29 @@ class Connection(HttpToolsProtocol):
         if self._serving():
             return
         if self.cycle.more_body and not self.transport.is_closing():
-            # Refused in mid-body: what is still to come is nobody's. The deadline of the message stands.
+            # Refused in mid-body: the rest of the body is ignored. The deadline of the message still applies.
             return
         self._parse_waiting()
         if self._ended_by_client and not self._serving():
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer 400 where the parser gave up: for a limit of this file, or because it is not HTTP."""
+        """Send a 400 response where the parser stopped: at a limit of this module, or at invalid HTTP."""
         refusal, self._refusal = self._refusal, None
         self._refuse(refusal or ApiError(400, "This is not a valid HTTP/1.1 request.", code="malformed_http"))
 
-    # Own
+    # Internal
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
     def _serving(self) -> bool:
-        """Return whether a request that has come is not answered yet; `cycle` is the latest."""
+        """Return whether a received request has not been answered yet; `cycle` is the latest request."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _parse_waiting(self) -> None:
-        """Parse what has come, up to the end of a request while one is being served."""
+        """Parse the received bytes; while a request is being served, only up to the end of a request."""
         while self._waiting and not self.transport.is_closing() and not (
                 self._serving() and not self._in_message):
             part = bytes(self._waiting[:_SLICE])
@@ -185,7 +185,7 @@ class Connection(HttpToolsProtocol):
             self._rest()
 
     def _rest(self) -> None:
-        """Rest, as nothing is under way: the connection is kept for a while, unless others need its place."""
+        """Mark the connection as idle: it is kept for a while, unless its place is needed for another connection."""
         self._shared.idle[self] = None
         if self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive,
@@ -198,7 +198,7 @@ class Connection(HttpToolsProtocol):
             raise self._refusal  # stops the parser, which then calls send_400_response
 
     def _look_at_deadline(self) -> None:
-        """Close the connection of a slow client, unless the body came at a fair rate, or nobody reads it here."""
+        """Close a slow client's connection, unless its body arrives fast enough or reading is paused by the server."""
         self._deadline = None
         if not self._in_message or self.transport.is_closing():
             return
@@ -224,7 +224,7 @@ class Connection(HttpToolsProtocol):
             self._probe = self.loop.call_later(_PROBE_SECONDS, self._look_for_client)
 
     def _refuse(self, error: ApiError) -> None:
-        """Refuse and close, unless an answer is on its way: then that is the last one."""
+        """Send an error and close; if a response is already under way, close after it instead."""
         assert error.code is not None
         self._shared.refused(error.code)
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""What every route works with: the engine, the settings, the recorder, and threads for slow preparation."""
+"""State shared by all routes: the engine, the settings, the recorder, and threads for slow preparation."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_USUAL_CHARACTERS = 16  # more a token than any text has on average
-_PIECE_CHARACTERS = 65_536  # a text that may be too long is tokenised in pieces of this size until that is known
-_CUT_TOKENS = 16  # more than a cut through a text can add to its tokens
-LARGE_BYTES = 65_536  # larger bodies are worked on one at a time
-INLINE_BYTES = 8192  # a larger body is parsed and prepared in a thread: it would hold up every stream
+_USUAL_CHARACTERS = 16  # characters per token; more than any text has on average
+_PIECE_CHARACTERS = 65_536  # a text that may be too long is tokenised in pieces of this size until that is certain
+_CUT_TOKENS = 16  # upper bound of the tokens that cutting a text in two can add
+LARGE_BYTES = 65_536  # larger bodies are processed one at a time
+INLINE_BYTES = 8192  # larger bodies are parsed and prepared in a thread, as they would stall every stream
 
 
 @dataclass
@@ -39,17 +39,17 @@ class Front:
     settings: ServerSettings
     recorder: Recorder
     started: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False  # told to stop: not ready any more, though requests may still be taken
-    # Two: one long text must not hold up every other request, and more would take the engine's cores.
+    draining: bool = False  # True once the server must stop: it is not ready, though requests may still be accepted
+    # Two threads: one long text must not stall every other request, and more would take cores from the engine.
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "spillover-prepare"))
-    # One for the large: parsing holds the interpreter for tens of milliseconds, and two would do so in turn.
+    # One thread for large bodies: parsing holds the interpreter for tens of milliseconds, and two would take turns.
     large: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "spillover-large"))
     _texts: TokenTexts | None = None
     _literal: tuple[Tokenizer, LiteralText] | None = None
     _making_literal: threading.Lock = field(default_factory=threading.Lock)
 
     def model_name(self, asked: str | None) -> str:
-        """Return the name an answer carries; 404 for one that is not served."""
+        """Return the model name that an answer carries; raise a 404 error if the requested model is not served."""
         if asked is not None and asked not in self.settings.model_names:
             names = ", ".join(f"'{name}'" for name in self.settings.model_names)
             raise ApiError(404, f"The model '{asked[:256]}' is not served here; there are {names}.", "model",
@@ -63,7 +63,7 @@ class Front:
 
     @property
     def started_once(self) -> bool:
-        """Return whether the model has been loaded, also where the engine has died since."""
+        """Return whether the model has been loaded, even if the engine has died since."""
         return getattr(self.client, "info", None) is not None
 
     @property
@@ -72,7 +72,7 @@ class Front:
         return Context(info.max_model_len, info.model_config.max_position)
 
     def check_length(self, text: str) -> None:
-        """Refuse a text that is too long before time is spent on tokenising all of it."""
+        """Refuse a text that is too long without tokenising all of it."""
         context, characters = self.client.info.max_model_len, len(text)
         if characters <= _USUAL_CHARACTERS * context:
             return
@@ -95,7 +95,7 @@ class Front:
 
     @property
     def literal_text(self) -> LiteralText | None:
-        """Return what encodes conversations where messages may not hold special tokens; None where they may."""
+        """Return the encoder for conversations whose messages may not hold special tokens; None if they may."""
         if self.settings.special_tokens_in_user_text:
             return None
         with self._making_literal:
@@ -120,10 +120,10 @@ def front_of(request: HttpRequest) -> Front:
 
 
 async def prepare(request: HttpRequest, work: Callable[[], Result], renders: bool = False) -> Result:
-    """Run parsing, checking or tokenising here if the request's body is small, else in a thread.
+    """Run parsing, checking or tokenising inline if the request's body is small, otherwise in a thread.
 
-    The one place that decides which. What takes long for a small body is limited by counts; but work that `renders` a
-    chat template is never done here, as the time of a template is bounded, not short.
+    Only this function decides which. Work that takes long for a small body is limited by counts; but work that
+    `renders` a chat template always runs in a thread, because the time of a template is bounded, but not short.
     """
     nbytes, front = request.scope.get("spillover.body_bytes", 0), front_of(request)
     if nbytes <= INLINE_BYTES and not renders:

@@ -1,4 +1,4 @@
-"""The listening socket, taken before anything slow happens. Imports nothing heavy."""
+"""The listening socket, opened before anything slow happens. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; SpilloverError with what to type where that cannot be."""
+    """Return a listening socket; raise SpilloverError that says what to type if that is not possible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
                                                                 flags=socket.AI_PASSIVE)[0]
@@ -24,7 +24,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(BACKLOG)  # at once: of two sockets that are only bound, neither would notice the other
+        listening.listen(BACKLOG)  # at once: of two sockets that are only bound, neither detects the other
         listening.setblocking(False)
     except OSError as error:
         listening.close()
@@ -51,7 +51,7 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 
 
 def _holder(port: int) -> str | None:
-    """Return who listens there, as far as this user may know."""
+    """Return the process that listens on the port, if this user may see it."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections(kind="tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:

@@ -1,4 +1,4 @@
-"""Tells systemd how the service stands (`Type=notify`); nothing where nobody listens."""
+"""Notifications to systemd of the service's state (`Type=notify`); no effect if NOTIFY_SOCKET is not set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 
 def notify(state: str) -> None:
-    """Send "READY=1", "STOPPING=1" or "STATUS=..." to the socket in NOTIFY_SOCKET; never waits, never fails."""
+    """Send "READY=1", "STOPPING=1" or "STATUS=..." to the socket in NOTIFY_SOCKET; never blocks, never fails."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return

@@ -1,4 +1,4 @@
-"""Keeps other sites' pages away from a server that asks for no key: whom a browser may speak for, and as what host."""
+"""Protection of a server without keys against pages of other sites: which origins and host names are allowed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spillover.server.api.errors import ApiError, error_response
-from spillover.server.api.probes import PROBES  # asked by load balancers under whatever name
+from spillover.server.api.probes import PROBES  # load balancers may request these under any host name
 
-_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # these change nothing, and browsers keep their answers from other sites
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # these change nothing, and browsers hide their responses from other sites
 
 
 class SameSite:
-    """Middleware that refuses requests of another site's page, by Origin, or by the Host its name was bound to."""
+    """Middleware that refuses requests from another site's page, by their Origin or their Host header."""
 
     def __init__(self, app: ASGIApp, host: str, origins: tuple[str, ...], hosts: tuple[str, ...]) -> None:
         self._app = app
@@ -45,7 +45,7 @@ class SameSite:
                              f"--cors-origin {origin[:128]}.", code="foreign_origin")
 
     def _known(self, host: str) -> bool:
-        """Return whether a host is allowed: named, or an address or dotless name, which nobody can have point here."""
+        """Return whether a host is allowed: a given name, an address, or a dotless name, which no site can own."""
         name = _name(host)
         return ("." not in name or "*" in self._hosts or name in self._hosts or name.endswith(".localhost")
                 or _is_address(name))
@@ -56,7 +56,7 @@ def _header(scope: Scope, wanted: bytes) -> str:
 
 
 def _name(host: str) -> str:
-    """Return a host without its port: example.org:80, [::1]:80."""
+    """Return a host without its port, as in example.org:80 or [::1]:80."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.lower().rstrip(".")
 

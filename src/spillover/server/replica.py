@@ -1,8 +1,7 @@
-"""A server as one of several: `python -m spillover.server.replica`, started by a router's process and ended with it.
+"""A server as one of several replicas: `python -m spillover.server.replica`, which a router's process starts and ends.
 
-It is told what to serve by the first line of its standard input, whose end says that the router has gone, and tells
-what becomes of it in lines on its standard output. The socket it listens on is handed to it: nobody else can take its
-port.
+The first line of its standard input says what to serve; the end of its input means that the router has gone. It reports
+its state in lines on its standard output. It inherits its listening socket, so no other process can take the port.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from spillover.server.serve import serve
 from spillover.server.settings import ServerSettings
 from spillover.server.telemetry.logs import set_up_logging
 
-PROGRESS_SECONDS = 0.2  # between two lines of progress
-LEAVE_SECONDS = 30.0  # for an orderly end without a router, then it ends at once
+PROGRESS_SECONDS = 0.2  # seconds between two lines of progress
+LEAVE_SECONDS = 30.0  # seconds for an orderly shutdown once the router has gone; then the process exits at once
 
 
 class ReplicaLaunch(msgspec.Struct):
-    """The first line on standard input, in base64 of msgpack."""
+    """The first line on standard input, as base64 of msgpack."""
 
     config: EngineConfig
     settings: ServerSettings
@@ -41,12 +40,12 @@ class ReplicaLaunch(msgspec.Struct):
 
 
 class News(msgspec.Struct, omit_defaults=True):
-    """One line on standard output, likewise. One of its fields is set."""
+    """One line on standard output, also base64 of msgpack. Exactly one of its fields is set."""
 
     plan: Plan | None = None
-    progress: tuple[str, int, int] | None = None  # stage, done, in all
+    progress: tuple[str, int, int] | None = None  # stage, amount done, total amount
     ready: bool = False
-    failed: str | None = None  # a sentence for the person
+    failed: str | None = None  # error message for the user
 
 
 def read_news(line: bytes) -> News:
@@ -55,7 +54,7 @@ def read_news(line: bytes) -> News:
 
 def main() -> int:
     told = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what anything prints goes to the log
+    os.dup2(2, 1)  # anything printed goes to standard error, which is the log
     launch = msgspec.msgpack.decode(base64.b64decode(sys.stdin.buffer.readline()), type=ReplicaLaunch)
     end_with_parent()
     set_up_logging(launch.settings.log_format)
@@ -90,7 +89,7 @@ def _throttled(tell: Callable[[str, int, int], None]) -> Callable[[str, int, int
 
 
 def end_with_parent() -> None:
-    """Stop this process, by SIGTERM first, when its standard input ends: whoever started it has gone."""
+    """Stop this process, by SIGTERM first, when its standard input ends, which means that its parent has gone."""
     threading.Thread(target=_end_with_input, name="spillover-lifeline", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""The front process from start to end: HTTP from the first moment, the engine beside it, and an orderly way out."""
+"""The front process from start to end: HTTP from the first moment, the engine process, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from spillover.server.settings import ServerSettings
 
 log = logging.getLogger("spillover.server")
 
-# A thread that parses gives the interpreter up to the event loop this soon, where it can.
+# Interval in seconds after which a parsing thread yields the interpreter to the event loop.
 _SWITCH_SECONDS = 0.001
-_LAST_SPANS_SECONDS = 3  # for traces of the last requests to reach their collector
-LAST_BYTES_SECONDS = 5  # for answers that are complete to reach clients that read slowly
+_LAST_SPANS_SECONDS = 3  # seconds for the traces of the last requests to reach their collector
+LAST_BYTES_SECONDS = 5  # seconds for completed responses to reach clients that read slowly
 
 
 def serve(config: EngineConfig, settings: ServerSettings, listening: socket.socket, *,
           on_plan: Callable[[Plan], None], on_progress: Callable[[str, int, int], None],
           on_ready: Callable[[AsyncLLM], None]) -> None:
-    """Serve until a signal ends it. SpilloverError if the engine cannot start."""
+    """Serve until a signal stops the server. Raise SpilloverError if the engine cannot start."""
     run_loop(_serve(config, settings, listening, on_plan, on_progress, on_ready))
 
 
@@ -60,7 +60,7 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
         if starting.done():
             starting.result()
             gc.collect()
-            gc.freeze()  # what is loaded stays, and looking it through again would hold up every request for 80 ms
+            gc.freeze()  # all loaded objects stay, and scanning them again would stall every request for 80 ms
             on_ready(client)
             notify("READY=1")
             await asyncio.wait((http, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -68,7 +68,7 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
             starting.cancel()
             await asyncio.wait((starting,))
     finally:
-        app.state.front.draining = True  # first: who asks /readyz sends requests elsewhere from now on
+        app.state.front.draining = True  # first, so that clients of /readyz send requests elsewhere from now on
         notify("STOPPING=1")
         await _leave(client, server, http, stop, settings)
         asked.cancel()
@@ -79,9 +79,9 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
 
 async def _leave(client: AsyncLLM, server: HttpServer, http: asyncio.Future[None], stop: StopSignal,
                  settings: ServerSettings) -> None:
-    """Shut down: take requests until balancers have noticed; let what runs end; stop the engine; close connections.
+    """Shut down: accept requests until load balancers have noticed, finish running ones, stop engine and connections.
 
-    Until the end probes, /metrics and refusals are answered: a client is told to go elsewhere, not cut off.
+    Until the end, probes and /metrics are answered and requests refused: clients are sent elsewhere, not cut off.
     """
     hurried = asyncio.ensure_future(stop.hurried.wait())
     if client.ready and settings.shutdown_delay_seconds and not http.done():
@@ -111,14 +111,14 @@ def _reload_keys(keys: KeyRing) -> None:
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run a server's coroutine to its end."""
+    """Run a server's coroutine to completion."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main)
 
 
 class StopSignal:
-    """A handler of SIGINT and SIGTERM: the first asks for an orderly end, the second hurries it."""
+    """A handler of SIGINT and SIGTERM: the first signal requests an orderly shutdown, the second hurries it."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -132,7 +132,7 @@ class StopSignal:
 
 
 class HttpServer(uvicorn.Server):
-    """A server whose signals are handled here, not by uvicorn, which would end the streams first."""
+    """A server whose signals are handled by StopSignal, because uvicorn would cut the streams first."""
 
     def __init__(self, app: ASGIApp, connections: Connections, ssl_certfile: str | None, ssl_keyfile: str | None,
                  leave_seconds: int) -> None:

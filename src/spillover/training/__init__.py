@@ -1,1 +1,1 @@
-"""Training of draft models: a few layers that learn to say what a model would."""
+"""Training of draft models and draft heads: a few layers that learn to predict a model's tokens."""

@@ -1,4 +1,4 @@
-"""What a draft model learns from: the model's own answers, and at each of their tokens what it found likeliest."""
+"""Training data of draft models: the model's own answers, and its most likely tokens at each of their positions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.errors import SpilloverError
 from spillover.models.quantize.calibration_text import conversations, read_text
 
-TOP = 64  # likeliest tokens that are kept of each position
-TEMPERATURE = 0.7  # of every second answer; the others are greedy
-AT_ONCE = 2  # requests handed to the engine together, for each that it runs at once
+TOP = 64  # number of most likely tokens stored per position
+TEMPERATURE = 0.7  # temperature of every second answer; the others are greedy
+AT_ONCE = 2  # requests passed to the engine in one call, as a multiple of max_num_seqs
 
 Show = Callable[[int, int], None]
 
@@ -33,16 +33,16 @@ _ASKING = ("Write one question that somebody might ask an assistant about {}. Wr
 
 @dataclass(frozen=True)
 class Answers:
-    """Sequences of prompt and answer, one after the other, and of every answer token the likeliest at its place."""
+    """Concatenated sequences of prompt and answer, and the most likely tokens at each answer token's position."""
 
     tokens: npt.NDArray[np.int32]
-    lengths: npt.NDArray[np.int32]  # of each sequence
-    prompts: npt.NDArray[np.int32]  # tokens of each that are its prompt
+    lengths: npt.NDArray[np.int32]  # number of tokens of each sequence
+    prompts: npt.NDArray[np.int32]  # number of prompt tokens of each sequence
     top_ids: npt.NDArray[np.int32]  # [answer tokens, TOP]
     top_logprobs: npt.NDArray[np.float16]
 
     def save(self, file: Path) -> None:
-        """Write the file, which is whole once it is there."""
+        """Write the file atomically."""
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part.npz")
         np.savez(part, **{name: getattr(self, name) for name in self.__dataclass_fields__})
@@ -58,8 +58,8 @@ class Answers:
 
 
 def read_prompts(file: Path, llm: LLM, longest: int) -> list[list[int]]:
-    """Return what a file asks, in tokens: each line of a text, each entry of a .json or .jsonl file (a string, an
-    object with 'text' or 'prompt', or a conversation, of which the first message counts)."""
+    """Return the prompts of a file, in tokens: each line of a text, or each entry of a .json or .jsonl file (a string,
+    an object with 'text' or 'prompt', or a conversation, of which the first user message is used)."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None
     found = []
@@ -78,7 +78,7 @@ def read_prompts(file: Path, llm: LLM, longest: int) -> list[list[int]]:
 
 
 def own_prompts(llm: LLM, count: int, longest: int, seed: int, show: Show) -> list[list[int]]:
-    """Ask the model itself what it might be asked."""
+    """Generate prompts with the model itself."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None
     asking = [_asked(llm, form.format(topic)) for form in _ASKING for topic in _TOPICS]
@@ -90,11 +90,11 @@ def own_prompts(llm: LLM, count: int, longest: int, seed: int, show: Show) -> li
 
 
 def answer(llm: LLM, prompts: Sequence[Sequence[int]], count: int, longest: int, seed: int, show: Show) -> Answers:
-    """Have the model answer `count` times, greedily and not, and say what it found likeliest at every token."""
+    """Generate `count` answers, greedily and sampled in turn, and score the most likely tokens at every position."""
     asked = [list(prompts[index // 2 % len(prompts)]) for index in range(count)]
     params = [SamplingParams(temperature=TEMPERATURE if index % 2 else 0.0, max_tokens=longest, seed=seed + index)
               for index in range(count)]
-    done = 2 * count  # answered, then scored
+    done = 2 * count  # each request is answered, then scored
     answers = _generate(llm, asked, params, lambda part, _: show(part, done))
     pairs = [(prompt, tokens) for prompt, tokens in zip(asked, answers, strict=True) if tokens]
     if not pairs:
@@ -130,7 +130,7 @@ def _generate(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Sampl
 
 def _scores(llm: LLM, pairs: Sequence[tuple[list[int], list[int]]], show: Callable[[int], None],
             ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]]:
-    """Return of each pair the likeliest tokens at every answer token, [tokens, TOP], and their log probabilities."""
+    """Return the most likely tokens at each answer token, [tokens, TOP], of each pair, and their log probabilities."""
     found = []
     at_once = AT_ONCE * llm.plan.max_num_seqs
     for start in range(0, len(pairs), at_once):
@@ -146,7 +146,7 @@ def _scores(llm: LLM, pairs: Sequence[tuple[list[int], list[int]]], show: Callab
                         npt.NDArray[np.int32], npt.NDArray[np.float16]]] = rows) -> None:
             values, ids = logits.float().log_softmax(-1).topk(min(TOP, logits.shape[-1]))
             for index in places[tuple(prompt)]:
-                first = position - len(some[index][0])  # of the answer; the rows before it are of the prompt
+                first = position - len(some[index][0])  # index in the answer; negative for rows of the prompt
                 skip = max(0, -first)
                 part = slice(first + skip, first + len(ids))
                 rows[index][0][part, :ids.shape[1]] = ids[skip:].cpu().numpy()
@@ -165,6 +165,6 @@ def _scores(llm: LLM, pairs: Sequence[tuple[list[int], list[int]]], show: Callab
 
 
 def note(file: Path, settings: dict[str, object]) -> None:
-    """Write down what a training was asked for."""
+    """Write the settings of a training run to a file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(settings, indent=2) + "\n")

@@ -1,7 +1,7 @@
-"""An EAGLE-3 head in plain torch, as it is trained, and written in the format that heads are published in.
+"""An EAGLE-3 head in plain torch for training, saved in the format in which heads are published.
 
-It is trained as it drafts: in every pass behind the first, its own output of the row before stands in for the model's
-hidden states, and it sees the keys of the first pass up to where a draft would have begun, then those of later passes.
+It is trained in the way it drafts: in every pass after the first, its own output of the previous row takes the place of
+the model's hidden states, and it attends to keys of the first pass up to the start of a draft, then of later passes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from spillover.training.student import SPREAD, copy_weight, turned
 _LAYER = {"input_layernorm": "", "hidden_norm": "", "post_attention_layernorm": "", "q_proj": "self_attn.",
           "k_proj": "self_attn.", "v_proj": "self_attn.", "o_proj": "self_attn.", "gate_proj": "mlp.",
           "up_proj": "mlp.", "down_proj": "mlp."}
-_TOP = ("fc", "norm", "lm_head")  # not of the layer
+_TOP = ("fc", "norm", "lm_head")  # modules outside the layer
 
 
 def default_taps(layers: int) -> list[int]:
-    """Return the layers whose inputs a head reads: low, middle, high; of few layers the nearest there are."""
+    """Return the layers whose inputs a head reads: low, middle and high; the nearest ones if there are few layers."""
     return [min(2, layers - 1), layers // 2, max(layers - 3, 0)]
 
 
 def head_config(target: ModelConfig, hf: dict[str, Any], draft_vocab: int) -> dict[str, Any]:
-    """Return the config.json of a head for a model."""
+    """Return the config.json of a head for the model `target`."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": target.hidden_size,
         "intermediate_size": target.intermediate_size or 3 * target.hidden_size, "num_hidden_layers": 1,
@@ -47,7 +47,7 @@ def head_config(target: ModelConfig, hf: dict[str, Any], draft_vocab: int) -> di
 
 class HeadStudent(nn.Module):
     def __init__(self, target: ModelConfig, hf: dict[str, Any], positions: int, device: torch.device) -> None:
-        """Make a head of this config.json, for sequences of up to `positions` tokens."""
+        """Make a head from its config.json `hf`, for sequences of up to `positions` tokens."""
         super().__init__()
         self.hf, self.config = hf, target
         hidden, inner, dim = target.hidden_size, hf["intermediate_size"], target.head_dim
@@ -61,14 +61,14 @@ class HeadStudent(nn.Module):
         self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(inner, hidden, bias=False)
         self.lm_head = nn.Linear(hidden, hf["draft_vocab_size"], bias=False)
-        self.register_buffer("embedded", torch.zeros(target.vocab_size, hidden), persistent=False)  # the model's own
+        self.register_buffer("embedded", torch.zeros(target.vocab_size, hidden), persistent=False)  # the model's
         self.to(device)
         self.cos, self.sin = rope_tables(target, positions, device)
 
     def forward(self, ids: Tensor, features: Tensor, passes: int) -> list[Tensor]:
-        """Run the passes, ids [B, T] and hidden states of the model [B, T, taps * hidden] -> for each pass what the
-        head says after the final norm [B, T, hidden]; row p of pass n counts from position n on, and tells token p +
-        1."""
+        """Run the passes, ids [B, T] and hidden states of the model [B, T, taps * hidden] -> for each pass the output
+        after the final norm [B, T, hidden]. Row p predicts token p + 1; in pass n, rows are valid from position n
+        on."""
         embedded = self.input_layernorm(F.embedding(ids, self.get_buffer("embedded")))
         before, keys, said = F.pad(self.fc(features)[:, :-1], (0, 0, 1, 0)), [], []
         for _ in range(passes):
@@ -93,8 +93,8 @@ class HeadStudent(nn.Module):
         return x.view(*x.shape[:2], -1, self.config.head_dim).transpose(1, 2)
 
     def _attended(self, q: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attend the last pass, n: row p sees the keys of the first pass up to p - n, and of pass i that at p - n + i.
-        Returns [B, T, heads * dim]."""
+        """Compute attention of the last pass, n, as [B, T, heads * dim]: row p attends to the keys of the first pass up
+        to p - n, and of each later pass i to the key at p - n + i."""
         repeats, last, length = q.shape[1] // keys[0][0].shape[1], len(keys) - 1, q.shape[2]
         wide = [(k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)) for k, v in keys]
         scale = self.config.head_dim**-0.5
@@ -102,7 +102,7 @@ class HeadStudent(nn.Module):
         scores = (q @ wide[0][0].transpose(-1, -2) * scale).masked_fill(~seen, float("-inf"))
         shifted = [(k.roll(last - index, 2), v.roll(last - index, 2)) for index, (k, v) in enumerate(wide) if index]
         own = [(q * k).sum(-1, keepdim=True) * scale for k, _ in shifted]
-        # Of the first rows of a later pass, for which no draft could have begun, nothing counts.
+        # Rows below n are invalid, as no draft can begin before them, and are not used.
         weights = torch.cat([scores, *own], dim=-1).float().softmax(-1).to(q.dtype)
         out = weights[..., :length] @ wide[0][1]
         for index, (_, v) in enumerate(shifted):
@@ -111,8 +111,8 @@ class HeadStudent(nn.Module):
 
     @torch.no_grad()
     def begin(self, checkpoint: Checkpoint, target_layers: int, target_ids: Tensor) -> None:
-        """Begin as the model's last layer on the highest of the hidden states, with the model's head for these tokens;
-        a token's own embedding counts little at first."""
+        """Initialise the layer as the model's last one, applied to the highest hidden state, and the output head by the
+        model's rows for these tokens; the weights of the token's embedding start small."""
         generator = torch.Generator().manual_seed(0)
         for weight in self.parameters():
             if weight.dim() > 1:
@@ -134,7 +134,7 @@ class HeadStudent(nn.Module):
         self.hidden_norm.weight.copy_(self.input_layernorm.weight)
 
     def save(self, folder: Path, target_ids: Tensor | None) -> None:
-        """Write the folder, in bfloat16; `target_ids`: of the model's tokens, where not all of them are known here."""
+        """Write the folder, in bfloat16. `target_ids`: the model's ids of this head's tokens; None: all tokens."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
         for name, weight in self.named_parameters():

@@ -1,7 +1,7 @@
-"""A small decoder in plain torch, as a draft model is trained: a Llama with few layers and the model's frequent tokens.
+"""A small decoder in plain torch, to train draft models: a Llama with few layers and the model's frequent tokens.
 
-It begins as the first and the last layers of the model, with the model's embeddings, and is written as a folder that
-the engine loads like any other.
+It is initialised with evenly spaced layers of the model, from first to last, and its embeddings, and is saved as a
+folder that the engine loads like any other model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from spillover.models.checkpoint import Checkpoint
 from spillover.models.config import ModelConfig
 from spillover.models.rope import rope_tables
 
-SPREAD = 0.02  # standard deviation of weights that the model has nothing for
+SPREAD = 0.02  # standard deviation of initial weights that are not copied from the model
 _MATRICES = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn",
              "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}
 
 
 def student_config(target: ModelConfig, hf: dict[str, Any], layers: int, vocab_size: int) -> dict[str, Any]:
-    """Return the config.json of a draft model for a target."""
+    """Return the config.json of a draft model for the model `target`."""
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": target.hidden_size,
         "intermediate_size": target.intermediate_size or 3 * target.hidden_size, "num_hidden_layers": layers,
@@ -54,7 +54,7 @@ class Layer(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Run the layer, x [B, T, hidden] -> the same; cos and sin [T, head_dim / 2]."""
+        """Run the layer, x [B, T, hidden] -> [B, T, hidden]; cos and sin [T, head_dim / 2]."""
         count, length, _ = x.shape
         normed = self.input_layernorm(x)
         q = self.q_proj(normed).view(count, length, self.heads, self.head).transpose(1, 2)
@@ -71,7 +71,7 @@ class Layer(nn.Module):
 
 class Student(nn.Module):
     def __init__(self, hf: dict[str, Any], positions: int, device: torch.device) -> None:
-        """Make a decoder of this config.json, for sequences of up to `positions` tokens."""
+        """Make a decoder from its config.json `hf`, for sequences of up to `positions` tokens."""
         super().__init__()
         self.hf = hf
         self.config = config = llama.config(hf)
@@ -96,8 +96,8 @@ class Student(nn.Module):
 
     @torch.no_grad()
     def begin(self, checkpoint: Checkpoint, target_layers: int, target_ids: Tensor) -> None:
-        """Take over the model's first and last layers, those between them evenly, and its embeddings of these tokens;
-        an id more than these stands for all others, and begins as their mean."""
+        """Initialise with evenly spaced layers of the model and its embeddings of these tokens; the additional id for
+        unknown tokens gets the mean of these embeddings."""
         generator = torch.Generator().manual_seed(0)
         for weight in self.parameters():
             if weight.dim() > 1:
@@ -119,7 +119,7 @@ class Student(nn.Module):
                     copy_weight(weight, checkpoint.read(full))
 
     def save(self, folder: Path, target_ids: Tensor | None) -> None:
-        """Write the folder, in bfloat16; `target_ids`: of the model's tokens, where not all of them are known here."""
+        """Write the folder, in bfloat16. `target_ids`: the model's ids of this model's tokens; None: all tokens."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
         for name, weight in self.named_parameters():
@@ -135,7 +135,7 @@ class Student(nn.Module):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim / 2), as the engine does."""
+    """Apply rotary embedding to pairs (i, i + head_dim / 2), as the engine does."""
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 

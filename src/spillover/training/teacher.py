@@ -1,4 +1,4 @@
-"""The model that a head is trained beside: shows its hidden states of any sequence, as the engine computes them."""
+"""The model that a head is trained for: returns its hidden states of any sequence, as computed by the engine."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
 class Teacher:
-    """Runs one sequence at a time, each in one step that no CUDA graph stands in for."""
+    """A model that runs one sequence at a time, each in one eager step."""
 
     def __init__(self, model: str, layers: Sequence[int], longest: int, device: str, gpu_memory: str | None) -> None:
-        """Load a model. `layers`: whose inputs are shown; `longest`: tokens of a sequence."""
+        """Load a model. `layers`: the layers whose inputs are returned; `longest`: maximum tokens of a sequence."""
         self._llm = LLM(model, device=device, gpu_memory=gpu_memory, max_model_len=longest + 1, max_num_seqs=1,
                         max_num_batched_tokens=longest + 1, enable_prefix_caching=False, enforce_eager=True,
                         skip_tokenizer_init=True, generation_config="none")

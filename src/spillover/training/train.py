@@ -1,7 +1,7 @@
-"""Trains a draft model on a model's own answers: to give what the model found likeliest the same probabilities.
+"""Trains a draft model on a model's own answers, to give the model's most likely tokens the same probabilities.
 
-Everything on the way is kept in DIR/training: the answers, the loss by step, and from time to time the weights with
-the optimizer's state, from which `resume` goes on.
+The state is stored in DIR/training: the answers, the loss by step, and checkpoints of the weights with the optimizer's
+state, from which `resume` continues.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from spillover.training.head_student import HeadStudent
 
 WARMUP = 0.05  # share of the steps in which the learning rate rises
-LEAST_RATE = 0.05  # share of the learning rate that is left at the end
-DECAY = 0.01  # of weights
-CLIP = 1.0  # norm of gradients
-SCORED = 64  # sequences that are never trained on, at most, and at most a tenth of all
-CHECKPOINTS = 10  # in a training
-ENGINE_SHARE = "50%"  # of a GPU, for answering; the rest is for training
+LEAST_RATE = 0.05  # final learning rate as a share of the maximum
+DECAY = 0.01  # weight decay
+CLIP = 1.0  # maximum norm of gradients
+SCORED = 64  # maximum number of sequences held out for evaluation; at most a tenth of all
+CHECKPOINTS = 10  # number of checkpoints per training run
+ENGINE_SHARE = "50%"  # share of a GPU's memory for the engine; the rest is for training
 
 Show = Callable[[str, int, int], None]
 
@@ -52,8 +52,8 @@ class TrainOptions:
     batch_tokens: int = 8192
     learning_rate: float = 1e-3
     answers: int = 4000
-    prompt_tokens: int = 256  # of the longest prompt
-    answer_tokens: int = 256  # of the longest answer
+    prompt_tokens: int = 256  # maximum tokens of a prompt
+    answer_tokens: int = 256  # maximum tokens of an answer
     seed: int = 0
     device: str = "auto"
 
@@ -69,13 +69,13 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a training; losses in nats a token."""
+    """The result of a training run; losses in nats per token."""
 
     folder: Path
     first_loss: float
     last_loss: float
-    agreement: float  # share of tokens of answers kept aside that the draft model finds likeliest too
-    covered: float  # share of the answers' tokens that it knows
+    agreement: float  # share of the held-out answers' positions with the same most likely token as the model
+    covered: float  # share of the answers' tokens that are in the draft vocabulary
     nbytes: int
 
 
@@ -95,7 +95,7 @@ def train(model: str, folder: Path, options: TrainOptions, data: Path | None = N
         _answers(model, path, options, data, show).save(file)
         gc.collect()
         if options.device == "cuda":
-            torch.cuda.empty_cache()  # what the engine gave back
+            torch.cuda.empty_cache()  # returns the engine's memory to the device
     if options.method == "eagle3":
         from spillover.training.train_head import HeadTraining
 
@@ -135,16 +135,16 @@ def _answers(model: str, path: Path, options: TrainOptions, data: Path | None, s
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of a step, and of each of their N answer tokens where it is."""
+    """The sequences of a step as indices, and the positions of their N answer tokens."""
 
-    places: Tensor  # [B, width], of tokens among all
-    rows: Tensor  # [N], of B
-    ends: Tensor  # [N], of width
-    scores: Tensor  # [N], of what the model found likeliest there
+    places: Tensor  # [B, width]: index of each token among the tokens of all sequences
+    rows: Tensor  # [N]: sequence in the batch of each answer token
+    ends: Tensor  # [N]: position in its sequence of each answer token
+    scores: Tensor  # [N]: index of each answer token's most likely tokens
 
 
 class Training:
-    """Trains a draft model."""
+    """A training run of a draft model."""
 
     def __init__(self, path: Path, folder: Path, options: TrainOptions, answers: Answers, resume: bool) -> None:
         self.folder, self.options = folder, options
@@ -185,7 +185,7 @@ class Training:
             self._load()
 
     def _student(self, target: ModelConfig, hf: dict[str, Any]) -> Student | HeadStudent:
-        """Make what is trained; of tokens an id more stands for all that it does not know."""
+        """Make the module to train; unless it knows all tokens, one additional id stands for unknown ones."""
         vocab = target.vocab_size if self.whole else len(self.target_ids) + 1
         return Student(student_config(target, hf, self.options.layers, vocab), int(self.lengths.max()), self.device)
 
@@ -195,7 +195,7 @@ class Training:
         while self.step < options.steps:
             for group in self.optimizer.param_groups:
                 group["lr"] = options.learning_rate * _rate(self.step / options.steps)
-            # A step's sequences follow from its number: a training that is resumed goes on as if it had not stopped.
+            # A step's sequences depend on its number only, so that a resumed run continues as if uninterrupted.
             rng = np.random.default_rng((options.seed, self.step))
             count = max(1, options.batch_tokens // int(self.lengths.max()))
             some = rng.choice(self.trained, min(count, len(self.trained)), replace=False)
@@ -219,16 +219,16 @@ class Training:
                        (self.folder / "model.safetensors").stat().st_size)
 
     def _loss(self, some: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Tensor, Tensor]:
-        """Return the loss over the answers of these sequences, and the share of tokens found likeliest by both."""
+        """Return the loss over the answers of these sequences, and the top-1 agreement with the model."""
         batch = self._batch(some)
         ids = self.tokens[batch.places]  # [B, width]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            hidden = self.student(ids)[batch.rows, batch.ends - 1]  # [N, hidden], each predicts its answer token
+            hidden = self.student(ids)[batch.rows, batch.ends - 1]  # [N, hidden], to predict each answer token
             logits = self.student.logits(hidden)
         logprobs = logits.float().log_softmax(-1)
         probs, likely = self.top_probs[batch.scores], self.top_ids[batch.scores]  # [N, TOP]
         probs = probs / probs.sum(-1, keepdim=True)
-        # Cross entropy with the model's probabilities is the divergence and a constant.
+        # The cross entropy with the model's probabilities is the KL divergence plus a constant, the model's entropy.
         soft = -(probs * logprobs.gather(-1, likely)).sum(-1)
         constant = (probs * probs.clamp_min(1e-9).log()).sum(-1)
         hard = F.nll_loss(logprobs, ids[batch.rows, batch.ends], reduction="none")
@@ -267,7 +267,7 @@ class Training:
 
 
 def _rate(share: float) -> float:
-    """Return the factor on the learning rate after this share of the steps: it rises, then falls as a cosine."""
+    """Return the factor on the learning rate after this share of the steps: linear warm-up, then cosine decay."""
     if share < WARMUP:
         return (share + 1e-3) / (WARMUP + 1e-3)
     return LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * (share - WARMUP) / (1 - WARMUP)))

@@ -1,6 +1,6 @@
-"""Trains an EAGLE-3 head on a model's own answers, beside the model, whose hidden states it reads.
+"""Trains an EAGLE-3 head on a model's own answers, with the model loaded to provide its hidden states.
 
-The model computes the sequences of every step anew: kept for all answers, hidden states would take gigabytes.
+The model computes the sequences again in every step, as stored hidden states of all answers would take gigabytes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from spillover.training.head_student import HeadStudent, head_config
 from spillover.training.teacher import Teacher
 from spillover.training.train import ENGINE_SHARE, Training, TrainOptions
 
-PASSES = 3  # trained in each step
-FADING = 0.8  # weight of a pass over that of the one before
+PASSES = 3  # passes trained in each step
+FADING = 0.8  # weight of a pass's loss, relative to the previous pass
 
 
 class HeadTraining(Training):
@@ -46,14 +46,14 @@ class HeadTraining(Training):
         return HeadStudent(target, head_config(target, hf, known), int(self.lengths.max()), self.device)
 
     def _loss(self, some: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Tensor, Tensor]:
-        """Return the loss over all passes, and the share of tokens that the first and the model find likeliest."""
+        """Return the loss over all passes, and the top-1 agreement of the first pass with the model."""
         batch = self._batch(some)
         ids = self.said[batch.places]  # [B, width]
         features = pad_sequence([self.teacher.features(self.said[start:start + length].tolist()) for start, length
                                  in zip(self.starts[some], self.lengths[some], strict=True)], batch_first=True)
         probs, likely = self.top_probs[batch.scores], self.top_ids[batch.scores]  # [N, TOP]
         best = likely.gather(-1, probs.argmax(-1, keepdim=True))[:, 0]
-        probs = probs * (likely < self.unknown)  # of the tokens that the head knows
+        probs = probs * (likely < self.unknown)  # restricted to tokens in the head's vocabulary
         known = probs.sum(-1, keepdim=True)
         probs, likely = probs / known.clamp_min(1e-9), likely.clamp_max(self.head.hf["draft_vocab_size"] - 1)
         constant = (probs * probs.clamp_min(1e-9).log()).sum(-1)

@@ -1,1 +1,1 @@
-"""Load on a server, and what it measured."""
+"""Load on a server, and the metrics measured under it."""

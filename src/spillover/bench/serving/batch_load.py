@@ -1,7 +1,7 @@
-"""Load for an engine without a server before it: `spill bench batches` takes all requests of a run in one body.
+"""Load for an engine without a server: `spill bench batches` accepts all requests of a run in one body.
 
-It tells when each began, gave its first token and ended, by the engine's own clock: nothing of HTTP is in those times.
-Between the first token and the last nobody looks, so that all gaps between tokens of a request are its mean.
+It reports when each request began, gave its first token and finished, by the engine's own clock: no HTTP is in those
+times. Tokens between the first and the last are not observed, so every gap between tokens of a request is its mean gap.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ PATH = "/batch"
 
 
 def check_batch(options: LoadOptions, requests: Sequence[ServeRequest] = ()) -> int | None:
-    """Return how many requests run at once, None for all; refuse a load that a batch cannot be."""
+    """Return the maximum number of concurrent requests, None for all; refuse options that a batch cannot have."""
     arrivals = options.arrivals
     if (not math.isinf(arrivals.rate) or arrivals.ramp_up is not None or arrivals.static_batch_size is not None
             or options.seconds is not None):
         raise SpilloverError("an engine in process takes all requests at once, or one after another (max-concurrency: "
                              "1); leave request-rate, ramp-up, static-batch-size and max-seconds out")
     if any(request.session is not None or not isinstance(request.prompt, tuple) for request in requests):
-        raise SpilloverError("an engine in process takes prompts in tokens that wait for nobody; chats that go on, and "
-                             "texts, need a server")
+        raise SpilloverError("an engine in process takes independent prompts of token ids; conversations and text "
+                             "prompts need a server")
     at_once = arrivals.max_concurrency
     if at_once is None or at_once == 1:
         return at_once

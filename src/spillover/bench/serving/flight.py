@@ -1,4 +1,4 @@
-"""One request under way: its bytes go out on a connection, its answer is read as it comes."""
+"""One request in flight: its bytes are sent on a connection, and its answer is read as it arrives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spillover.bench.serving.openai_api import Answer, refusal
 from spillover.bench.serving.sse import EventParser
 from spillover.http_wire import BrokenOff, Sink
 
-Heard = Callable[[float, int, bool], None]  # (seconds since sent, new tokens, whether they are the answer's first)
+Heard = Callable[[float, int, bool], None]  # (seconds since sending, number of new tokens, whether they are the first)
 
 
 class Flight:
@@ -23,11 +23,11 @@ class Flight:
 
     @property
     def sent(self) -> float | None:
-        """Return when its bytes were handed to the socket; None where no connection could be opened."""
+        """Return when the request's bytes were passed to the socket; None if no connection could be opened."""
         return self._connection.sent or None
 
     async def run(self, call: Call, timeout: float) -> bool:
-        """Return whether the connection can be used again. What went wrong is in `answer.error`."""
+        """Send the call and read the answer; return whether the connection is reusable. Errors go to `answer.error`."""
         answer, connection = self.answer, self._connection
         connection.sent = 0.0
         try:

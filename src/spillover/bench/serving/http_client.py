@@ -1,5 +1,5 @@
-"""A load generator's HTTP: calls over one connection that is opened again when needed, and the time at which bytes came
-(`http_wire.py`)."""
+"""The load generator's HTTP client: calls over one connection that is reopened when needed, and the arrival time of
+their bytes (`http_wire.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spillover.http_wire import NoAnswer, Sink, Wire
 
 @dataclass(frozen=True)
 class Call:
-    """What is sent. `raw` replaces the whole message, for what no library would send."""
+    """One HTTP request. `raw` replaces the whole message, for malformed ones that no library would send."""
 
     method: str
     path: str
@@ -42,17 +42,17 @@ class Reply:
 
 
 class Connection:
-    """One call at a time; opened when needed, and opened again after the server or we have closed it."""
+    """A connection for one call at a time; opened when needed, and reopened after either side has closed it."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         self._host, self._port, self._tls = host, port, tls
         self._authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._wire: Wire | None = None
-        self.sent = 0.0  # when the last message was handed to the socket
+        self.sent = 0.0  # time at which the last message was passed to the socket
 
     async def exchange(self, message: bytes | Call, sink: Callable[[Reply], Sink]) -> Reply:
-        """Send it and return when the whole answer has come. `sink` says, once the head is there, where the body
-        goes."""
+        """Send a message and return when its whole answer has arrived. `sink` is called once the head has been read and
+        returns where the body goes."""
         replies: list[Reply] = []
 
         def choose() -> Sink:
@@ -63,31 +63,31 @@ class Connection:
         return replies[-1]
 
     async def send(self, call: Call) -> Reply:
-        """Send it and read the answer's head; `read` or `chunks` must follow, or `close`."""
+        """Send a call and read the answer's head; `read`, `chunks` or `close` must follow."""
         return _reply(await self._attempt(call, lambda wire: wire.headed, None))
 
     async def read(self, reply: Reply) -> bytes:
         return b"".join([piece async for piece in self.chunks(reply)])
 
     async def chunks(self, reply: Reply) -> AsyncIterator[bytes]:
-        """Yield the body as it comes. An end before the framing's own raises BrokenOff."""
+        """Yield the body as it arrives. Raises BrokenOff if it ends before the framing says so."""
         while piece := await self._open_wire.piece():
             yield piece
 
     async def hang_up(self, call: Call, after: float) -> None:
-        """Send it and go away without reading the answer."""
+        """Send a call and close the connection after `after` seconds without reading the answer."""
         (await self._open()).send(call.message(self._authority))
         await asyncio.sleep(after)
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection at once, also in the middle of an answer."""
+        """Close the connection at once, even in the middle of an answer."""
         if self._wire is not None:
             self._wire.abort()
             self._wire = None
 
     async def open(self) -> None:
-        """Open the connection before there is anything to send, where the time of opening should not count."""
+        """Open the connection before the first message, so that the time of opening does not count."""
         if self._wire is None or not self._wire.reusable:
             await self._open()
 
@@ -111,7 +111,7 @@ class Connection:
             except NoAnswer:
                 if not kept or wire.heard:
                     raise
-            wire, kept = await self._open(), False  # the server had closed the idle connection just then
+            wire, kept = await self._open(), False  # the server had closed the idle connection at that moment
 
     async def _open(self) -> Wire:
         await self.close()

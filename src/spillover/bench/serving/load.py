@@ -1,7 +1,7 @@
-"""The load generator: sends a workload's requests at their times and keeps what came back, event by event.
+"""The load generator: sends a workload's requests at their times and records every event of the answers.
 
-One event loop, one process; `load_processes.run_load` is the front door and uses several of these where one would not
-keep up. Times are absolute: a request that is sent late does not make the next one late. Nothing is averaged here.
+This module is one event loop in one process; `load_processes.run_load` starts several where one is too slow. Times are
+absolute: a request that is sent late does not delay the next one. Nothing is averaged here.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.workloads.arrivals import Arrivals
 from spillover.errors import SpilloverError
 
-TICK = 0.02  # seconds between looks at the event loop's own delay
-TELL = 0.25  # seconds between reports of progress
+TICK = 0.02  # seconds between two measurements of the event loop's delay
+TELL = 0.25  # seconds between two progress reports
 OVER_SATURATED = "over-saturated: requests came faster than they were answered"
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How load is put on a server."""
+    """The options of a run: how load is generated."""
 
     base_url: str = "http://127.0.0.1:8000"
     arrivals: Arrivals = field(default_factory=Arrivals)
     dialect: Dialect = field(default_factory=Dialect)
-    endpoint: str | None = None  # path; None: the usual one of the dialect
+    endpoint: str | None = None  # path; None for the dialect's usual one
     headers: tuple[tuple[str, str], ...] = ()
-    insecure: bool = False  # do not check a TLS certificate
-    timeout: float = 6 * 3600.0  # seconds of one request
-    seconds: float | None = None  # send nothing after so long; what is under way ends by itself
-    stop_when_saturated: bool = False  # send nothing more once requests pile up
+    insecure: bool = False  # whether to skip verification of the TLS certificate
+    timeout: float = 6 * 3600.0  # timeout of one request in seconds
+    seconds: float | None = None  # seconds after which nothing more is sent; requests in flight still finish
+    stop_when_saturated: bool = False  # whether to send nothing more once requests pile up
     keep_text: bool = False
-    processes: int | None = None  # None: as many as the rate asks for
-    read_counters: bool = True  # the server's own, before and after
-    details: Mapping[str, Any] = field(default_factory=dict)  # copied into the run's
+    processes: int | None = None  # number of client processes; None to choose it from the rate
+    read_counters: bool = True  # whether to read the server's counters before and after
+    details: Mapping[str, Any] = field(default_factory=dict)  # entries that are copied into the run's details
 
     @property
     def path(self) -> str:
@@ -71,15 +71,15 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Chain:
-    """Requests of which each waits for the one before: a session's turns, or a single request."""
+    """Requests of which each waits for the previous one: the turns of a session, or a single request."""
 
     turns: tuple[tuple[int, ServeRequest], ...]  # (index in the workload, request)
-    at: float | None  # when its first is due, in seconds after the start; None in closed loop
+    at: float | None  # when the first turn is due, in seconds after the start; None in closed loop
 
 
 @dataclass(frozen=True)
 class Live:
-    """How a run is going, for whoever shows it."""
+    """The state of a run in progress, for display."""
 
     seconds: float = 0.0
     total: int = 0
@@ -88,7 +88,7 @@ class Live:
     failed: int = 0
     output_tokens: int = 0
     first_tokens: int = 0
-    first_token_seconds: float = 0.0  # summed over those
+    first_token_seconds: float = 0.0  # sum over the requests that have a first token
 
     @property
     def running(self) -> int:
@@ -103,17 +103,17 @@ class Live:
 
 @dataclass(frozen=True)
 class Share:
-    """What one process saw."""
+    """The results of one client process."""
 
     records: tuple[RequestRecord, ...]
-    lags: tuple[float, ...]  # seconds from when a request could be sent to when it was
-    delays: tuple[float, ...]  # seconds by which the event loop answered late, sampled
-    busy: float  # share of the time that the loop's thread computed
+    lags: tuple[float, ...]  # seconds from when each request could be sent to when it was
+    delays: tuple[float, ...]  # seconds by which the event loop was late, sampled
+    busy: float  # share of the time in which the loop's thread used the CPU
     stopped: str | None = None
 
 
 def chains(requests: Sequence[ServeRequest], arrivals: Arrivals) -> list[Chain]:
-    """Return sessions strung together, each due at the time of its first turn."""
+    """Group requests into chains, one per session, each due at the time of its first turn."""
     grouped: dict[tuple[str, int], list[tuple[int, ServeRequest]]] = {}
     for index, request in enumerate(requests):
         key = ("alone", index) if request.session is None else ("session", request.session)
@@ -127,8 +127,8 @@ def chains(requests: Sequence[ServeRequest], arrivals: Arrivals) -> list[Chain]:
 
 def run_share(share: Sequence[Chain], options: LoadOptions, begin: Callable[[], float],
               tell: Callable[[Live], None]) -> Share:
-    """Run a share of the load and return when all has come back. `begin` is asked, once connections are open, for the
-    time of `time.perf_counter()` that counts as 0; it is the same for all processes."""
+    """Run a share of the load and return when all answers have arrived. `begin` is called once connections are open and
+    returns the time of `time.perf_counter()` that counts as 0; it is the same for all processes."""
     with _quiet_memory(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         loop = runner.get_loop()
         running = loop.create_task(_Generator(share, options, tell).run(begin))
@@ -204,8 +204,8 @@ class _Generator:
 
     async def _request(self, index: int, request: ServeRequest, said: Conversation, due: float | None,
                        goes_on: bool) -> str | None:
-        """Send one request and read its answer. Returns why its chat cannot go on, if it cannot."""
-        ready = time.perf_counter()  # from here on only ourselves hold it up
+        """Send one request and read its answer. Return why its session cannot continue, or None if it can."""
+        ready = time.perf_counter()  # any delay from here on is the client's own
         options = self._options
         ids_matter = goes_on and not isinstance(request.prompt, str)
         call = Call("POST", options.path, options.dialect.body(request, said.ask(request), ids_matter), self._headers)
@@ -228,7 +228,7 @@ class _Generator:
             if ids_matter and not ids:
                 ids = await self._tokenize(flight.answer.text)
             if ids_matter and not ids:
-                return "the server tells no token ids of its answers, which the next prompt must hold"
+                return "the server does not return the token ids of its answers, which the next prompt needs"
             said.hear(flight.answer.text, ids)
         return record.error
 
@@ -242,7 +242,7 @@ class _Generator:
             prompt_tokens=request.prompt_len if answer.prompt_tokens is None else answer.prompt_tokens,
             output_tokens=sum(count for _, count in chunks) if known is None else known,
             asked_output=request.output_len,
-            error=answer.error or (None if chunks else "the answer brought no token"),
+            error=answer.error or (None if chunks else "the answer has no tokens"),
             sources=answer.sources, timings=answer.timings, session=request.session, turn=request.turn,
             text=answer.text if self._options.keep_text else "")
 
@@ -256,7 +256,7 @@ class _Generator:
                                                turn=request.turn))
 
     async def _tokenize(self, text: str) -> list[int]:
-        """Return an answer's ids by the server's own tokenizer, for servers that do not send them along."""
+        """Return the token ids of an answer from the server's tokenizer, for servers that do not send them."""
         connection = Connection(self._host, self._port, self._tls)
         try:
             for body in tokenize_bodies(text, self._options.dialect.model):
@@ -279,7 +279,7 @@ class _Generator:
                 self._watch.note(time.perf_counter() - self._start, self._sent - self._completed - self._failed, since)
 
     def _over(self) -> bool:
-        """Return whether no more is to be sent."""
+        """Return whether nothing more should be sent."""
         seconds = self._options.seconds
         if self._stopped is None and seconds is not None and time.perf_counter() - self._start > seconds:
             self._stopped = f"{seconds:g} s were over"
@@ -288,9 +288,9 @@ class _Generator:
         return self._stopped is not None
 
     async def _open_connections(self) -> None:
-        """Open connections for what is due at the start, so that a burst is one of requests and not of handshakes. All
-        others open theirs when none is idle: some servers have a thread a connection, and one that only waits keeps it
-        from a request."""
+        """Open connections for requests due at the start, so that a burst is one of requests and not of handshakes.
+        Later requests open one when none is idle: some servers have one thread per connection, and an idle connection
+        would occupy a thread that a request needs."""
         at_once = sum(not chain.at for chain in self._share)
         arrivals = self._options.arrivals
         for _ in range(min(at_once, arrivals.max_concurrency or arrivals.static_batch_size or 64, 512)):
@@ -298,8 +298,8 @@ class _Generator:
             try:
                 await connection.open()
             except OSError:
-                return  # the request itself will say so
-            self._idle.insert(0, connection)  # `pop` then takes them in the order in which the server has them
+                return  # the request itself will report the error
+            self._idle.insert(0, connection)  # `pop` then uses them in the order in which the server accepted them
 
     async def _tick(self) -> None:
         told, due = 0.0, time.perf_counter()
@@ -308,7 +308,7 @@ class _Generator:
             await sleep_until(due)
             now = time.perf_counter()
             self._delays.append(now - due)
-            due = max(due, now - TICK)  # a long pause counts once
+            due = max(due, now - TICK)  # count a long pause only once
             if now - told >= TELL:
                 told = now
                 self._tell(self._live())
@@ -320,9 +320,9 @@ class _Generator:
 
 @contextlib.contextmanager
 def _interrupted_by(stop: Callable[[], object]) -> Iterator[None]:
-    """Call `stop` on Ctrl-C, which is raised once all has ended. Raised at once it could come up in a callback of a
-    parser or of the event loop, which take it for an error of one connection, and `Runner.run` forgets one that comes
-    as the last answer ends. A second one is raised at once."""
+    """Call `stop` on Ctrl-C and raise KeyboardInterrupt once everything has stopped. Raised at once, it could arise in
+    a callback of a parser or the event loop, which would take it for an error of one connection, and `Runner.run` loses
+    one that arrives together with the last answer. A second Ctrl-C is raised at once."""
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -351,7 +351,7 @@ def _interrupted_by(stop: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_memory() -> Iterator[None]:
-    """Collect garbage before a run and not during it, where it would hold up every stream at once."""
+    """Collect garbage before a run and not during it, where it would delay every stream at once."""
     enabled = gc.isenabled()
     gc.collect()
     gc.freeze()

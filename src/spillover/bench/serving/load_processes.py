@@ -1,7 +1,7 @@
-"""The front door of the load generator: one run, from a list of requests to a `Run`.
+"""The entry point of the load generator: one run, from a list of requests to a `Run`.
 
-Uses several client processes where one would not keep up, and says in `Run.client.saturated` when even so the client's
-own limits are in the numbers. All processes share one clock (`time.perf_counter` is the machine's monotonic one).
+Uses several client processes where one is too slow, and explains in `Run.client.saturated` if the client's own limits
+still affect the results. All processes share one clock (`time.perf_counter` is the machine's monotonic one).
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.serving.serving_metrics import e2el, steady_window, tpot
 from spillover.errors import SpilloverError
 
-# What keeps one process about half busy on a slow core, where a request costs 250 us and each of its chunks 40 us.
-REQUESTS_PER_PROCESS = 1000.0  # a second
-TOKENS_PER_PROCESS = 12_000.0  # a second, in chunks of one
-STREAMS_PER_PROCESS = 512  # at once
+# Rates at which one process is about half busy on a slow core: 250 us per request and 40 us per chunk.
+REQUESTS_PER_PROCESS = 1000.0  # requests per second
+TOKENS_PER_PROCESS = 12_000.0  # tokens per second, in chunks of one token
+STREAMS_PER_PROCESS = 512  # concurrent streams
 
 SATURATED_BUSY = 0.9
-SATURATED_DELAY = (0.020, 1.0)  # p99 of the event loop's lateness: seconds, and share of the median time per token
-SATURATED_LAG = (0.020, 0.05)  # p99: seconds, and share of the median latency; both must be passed
+SATURATED_DELAY = (0.020, 1.0)  # p99 lateness of the event loop: seconds, and share of the median time per token
+SATURATED_LAG = (0.020, 0.05)  # p99: seconds, and share of the median latency; both must be exceeded
 
 
 def run_load(requests: Sequence[ServeRequest], options: LoadOptions,
              progress: Callable[[Live], None] | None = None) -> Run:
-    """Send all of it and wait for all answers. `progress` is called a few times a second."""
+    """Send all requests and wait for all answers. `progress` is called a few times per second."""
     if not requests:
         raise SpilloverError("the workload has no requests; ask for at least one with --num-prompts")
-    options.address()  # refused before anything is sent
+    options.address()  # raises before anything is sent
     requests, options = _within(requests, options)
     arrivals = options.arrivals
     work = chains(requests, arrivals)
@@ -53,8 +53,8 @@ def run_load(requests: Sequence[ServeRequest], options: LoadOptions,
     before = server_facts.counters(*asked) if options.read_counters else {}
     count = min(len(work), options.processes or automatic_processes(options, work))
     if arrivals.static_batch_size is not None and count > 1:
-        raise SpilloverError("--static-batch-size takes one client process, which knows when all of a batch have "
-                             "ended; leave --client-processes out")
+        raise SpilloverError("--static-batch-size needs a single client process, which sees when a whole batch has "
+                             "finished; leave --client-processes out")
     start, shares = _run(work, options, count, progress or (lambda live: None))
     after = server_facts.counters(*asked) if before else {}
     records = sorted((record for share in shares for record in share.records), key=lambda record: record.index)
@@ -75,7 +75,7 @@ def run_load(requests: Sequence[ServeRequest], options: LoadOptions,
 
 
 def _within(requests: Sequence[ServeRequest], options: LoadOptions) -> tuple[Sequence[ServeRequest], LoadOptions]:
-    """Return as many chains as the rate sends in time: cut off by the clock, a random schedule would miss its rate."""
+    """Return the requests that the rate sends in time: cutting a random schedule by the clock would miss its rate."""
     rate, seconds = options.arrivals.rate, options.seconds
     if seconds is None or math.isinf(rate) or any(request.session is not None for request in requests):
         return requests, options
@@ -84,7 +84,7 @@ def _within(requests: Sequence[ServeRequest], options: LoadOptions) -> tuple[Seq
 
 
 def automatic_processes(options: LoadOptions, work: Sequence[Chain]) -> int:
-    """Choose by rate and concurrency, but half of the cores at most: the server may need the others."""
+    """Choose the number of processes by rate and concurrency, at most half of the cores: the server needs some."""
     arrivals = options.arrivals
     if arrivals.static_batch_size is not None:
         return 1
@@ -114,7 +114,7 @@ def _run(work: Sequence[Chain], options: LoadOptions, count: int,
 
 def _run_processes(work: Sequence[Chain], options: LoadOptions, count: int,
                    tell: Callable[[Live], None]) -> tuple[float, list[Share]]:
-    """Deal out chains to processes like cards, and a limit of concurrency too."""
+    """Distribute chains over processes in round-robin order, and the concurrency limit likewise."""
     limit = options.arrivals.max_concurrency
     count = count if limit is None else min(count, limit)
     clients = [_Client() for _ in range(count)]
@@ -138,7 +138,7 @@ def _run_processes(work: Sequence[Chain], options: LoadOptions, count: int,
 
 
 class _Client:
-    """A process told what to do over a socket; `multiprocessing`'s would run the caller's main module once more."""
+    """A client process controlled over a socket; `multiprocessing` would run the caller's main module again."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -159,13 +159,13 @@ class _Client:
 
 
 def _plain(chain: Chain) -> Chain:
-    """Return the load as it can be sent to another process."""
+    """Return the chain in a form that can be pickled for another process."""
     return replace(chain, turns=tuple((index, replace(request, extra=dict(request.extra)))
                                       for index, request in chain.turns))
 
 
 def serve(descriptor: int) -> None:
-    """Run a client process."""
+    """Run a client process that communicates over an inherited socket."""
     pipe: Connection = Connection(descriptor)
 
     def begin() -> float:
@@ -180,7 +180,7 @@ def serve(descriptor: int) -> None:
     except SpilloverError as error:
         pipe.send(("error", str(error)))
     except (KeyboardInterrupt, BrokenPipeError, EOFError):
-        pass  # the parent went away, and says why itself
+        pass  # the parent has exited and reports the reason itself
 
 
 def _collect(pipes: Sequence[Connection], tell: Callable[[Live], None]) -> list[Share]:

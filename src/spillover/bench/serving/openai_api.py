@@ -1,7 +1,7 @@
-"""The OpenAI API as a load generator needs it: bodies to send, and streams read chunk by chunk.
+"""The OpenAI API as a load generator needs it: request bodies, and streams read chunk by chunk.
 
-Servers differ in what a chunk holds. One may bring a role and no text, nothing at all, several tokens, the counts alone
-or beside the last text, or an error in the middle of an answer. All of that is known here and nowhere else.
+Servers differ in what a chunk contains. It may have a role and no text, nothing at all, several tokens, the counts
+alone or with the last text, or an error in the middle of an answer. All such differences are handled in this module.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from spillover.errors import SpilloverError
 
 Kind = Literal["completions", "chat"]
 PATHS: Mapping[Kind, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-# What `--backend` may be: vLLM's names and those of engines, all of which speak one of two dialects.
+# Values of `--backend`: vLLM's names and those of engines, each with the dialect it uses.
 BACKENDS: Mapping[str, Kind] = {
     "openai": "completions", "vllm": "completions", "spillover": "completions", "sglang": "completions",
     "sglang-oai": "completions", "llama.cpp": "completions", "openai-chat": "chat"}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-TIMINGS_HEADER = ("X-Spillover-Timings", "1")  # a server that does not know it leaves it alone
-MOST_TOKENS = 10_000_000  # most tokens a request is believed to have; metrics hold a number for each
+TIMINGS_HEADER = ("X-Spillover-Timings", "1")  # servers that do not know this header ignore it
+MOST_TOKENS = 10_000_000  # maximum token count accepted for a request; metrics store a number per token
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
@@ -32,24 +32,24 @@ _decode = msgspec.json.Decoder().decode
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one server is spoken to."""
+    """The API variant and options used for one server."""
 
     kind: Kind = "completions"
     model: str | None = None
-    extra_body: Mapping[str, Any] = field(default_factory=dict)  # sampling, and whatever else each request carries
-    return_token_ids: bool = False  # asks for the ids of each chunk (vLLM, spillover): tokens are then counted exactly
-    ignore_eos: bool | None = None  # None: as each request says
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters and other fields of every request
+    return_token_ids: bool = False  # request the ids of each chunk (vLLM, spillover), for exact token counts
+    ignore_eos: bool | None = None  # None to follow each request
 
     def body(self, request: ServeRequest, prompt: Prompt, ids_matter: bool = False) -> bytes:
-        """Return a request's body. `prompt` is all that is sent: in a session, with everything said before.
-        `ids_matter`: the answer's token ids are wanted whatever else is asked."""
+        """Return a request's body. `prompt` is everything that is sent: in a session, all earlier turns too.
+        `ids_matter`: request the answer's token ids regardless of the options."""
         body: dict[str, Any] = {"model": self.model} if self.model is not None else {}
         if self.kind == "chat":
             body |= {"messages": prompt, "max_completion_tokens": request.output_len}
         else:
             body |= {"prompt": prompt, "max_tokens": request.output_len}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        # A field that is off is left out: some servers refuse what they do not know.
+        # A field that is off is left out: some servers reject fields that they do not know.
         if request.ignore_eos if self.ignore_eos is None else self.ignore_eos:
             body["ignore_eos"] = True
         if self.return_token_ids or ids_matter:
@@ -62,7 +62,7 @@ Prompt = Sequence[int] | str | Sequence[Message]
 
 
 class Conversation:
-    """What has been said in a session, in the form in which it is sent again."""
+    """The history of a session, in the form in which it is sent again."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
@@ -85,28 +85,28 @@ class Conversation:
         return self._ids
 
     def hear(self, text: str, token_ids: Sequence[int]) -> None:
-        """Add the answer, which the next prompt holds too."""
+        """Add the answer, which is part of the next prompt."""
         self._messages.append({"role": "assistant", "content": text})
         self._text += text
         self._ids.extend(token_ids)
 
 
 class Answer:
-    """A stream as it is read. `take` gets the data of each event and the time at which its bytes came."""
+    """An answer read from a stream. `take` receives the data of each event and the time at which its bytes arrived."""
 
     def __init__(self) -> None:
         self.error: str | None = None
         self.prompt_tokens: int | None = None
-        self.output_tokens: int | None = None  # usage's
+        self.output_tokens: int | None = None  # output tokens according to usage
         self.token_ids: list[int] = []
         self.sources: dict[str, int] | None = None
         self.timings: dict[str, float] | None = None
-        self.finished = False  # a finish reason or [DONE] was seen
+        self.finished = False  # whether a finish reason or [DONE] has arrived
         self._texts: list[str] = []
         self._times: list[float] = []
-        self._counts: list[int | None] = []  # new tokens of a chunk; None where it does not say
-        self._silent: list[float] = []  # chunks of an answer's tokens that brought neither text nor ids
-        self._counted = 0  # by usage in every chunk
+        self._counts: list[int | None] = []  # number of new tokens per chunk; None if the chunk does not say
+        self._silent: list[float] = []  # times of chunks that have tokens but neither text nor ids
+        self._counted = 0  # tokens that usage has counted so far, if every chunk has it
 
     @property
     def text(self) -> str:
@@ -117,7 +117,7 @@ class Answer:
         return bool(self._times)
 
     def take(self, at: float, data: bytes) -> int:
-        """Return how many tokens it brought, as far as that can be told now."""
+        """Process the data of an event; return the number of new tokens, as far as it can be determined now."""
         if data == b"[DONE]":
             self.finished = True
             return 0
@@ -141,16 +141,16 @@ class Answer:
             choices = event.get("choices")
             return self._choice(at, choices[0], usage) if choices else 0
         except (TypeError, AttributeError, LookupError, ValueError) as error:
-            # Whatever a server sends may fail this request, never the run.
+            # Malformed data from a server may fail this request, never the run.
             self.error = self.error or f"a chunk is malformed ({error}): {data[:80]!r}"
             return 0
 
     def chunks(self, count: int | None = None) -> tuple[tuple[float, int], ...]:
-        """Return (time, new tokens) of every chunk with text or ids. `count`: the tokens there are, where it is known.
+        """Return (time, new tokens) of every chunk with text or ids. `count`: the total number of tokens, if known.
 
-        Chunks that say how many tokens they hold are believed. Else each holds one, and where the total is larger the
-        rest is put where the longest texts are; where it is smaller (text that a server held back and sent at the end)
-        the last ones hold none.
+        Chunks that say how many tokens they have are trusted. Otherwise each has one; if the total is larger, the
+        remainder is assigned to the chunks with the longest texts; if it is smaller (text that a server held back and
+        sent at the end), the last chunks have none.
         """
         times, counts = self._times, self._counts
         if not times and self._silent and count:
@@ -178,12 +178,12 @@ class Answer:
         if not isinstance(text, str) or not isinstance(ids, list | tuple):
             raise TypeError("its text or token ids are something else")
         if not text and not ids:
-            # A role alone is not a token, and neither is the chunk that only says why the answer ended.
+            # A chunk with only a role is not a token, and neither is one with only a finish reason.
             if (delta is None or "role" not in delta) and choice.get("finish_reason") is None:
                 self._silent.append(at)
             return 0
         count = len(ids) or _logprob_count(choice) or None
-        if usage and None not in self._counts:  # counts in every chunk so far: what is new is the difference
+        if usage and None not in self._counts:  # every chunk so far had counts: the difference is new
             total = _tokens(usage, "completion_tokens") or 0
             count = count or max(0, total - self._counted)
             self._counted = total
@@ -202,7 +202,7 @@ class Answer:
             self.sources = {"computed": self.prompt_tokens - cached, "cached": cached}
 
     def _timings(self, timings: Any) -> None:
-        """Take the server's timings: ours are a list, one a prompt; llama.cpp's an object in milliseconds."""
+        """Store the server's timings: ours are a list, one entry per prompt; llama.cpp's an object in milliseconds."""
         if isinstance(timings, list) and timings:
             entry = timings[0]
             self.timings = {name: float(entry[name]) for name in PHASES
@@ -216,7 +216,7 @@ class Answer:
 
 
 def error_text(body: Any) -> str:
-    """Return what a server says went wrong, in whichever of the usual shapes."""
+    """Return a server's error message from any of the usual JSON shapes."""
     error = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or error
@@ -232,13 +232,13 @@ def refusal(status: int, body: bytes) -> str:
 
 
 def tokenize_bodies(text: str, model: str | None) -> list[bytes]:
-    """Return what to POST to /tokenize: as vLLM and spillover have it, and as llama.cpp does."""
+    """Return the bodies to try with POST /tokenize: the one of vLLM and spillover, then llama.cpp's."""
     named = {} if model is None else {"model": model}
     return [_encode({**named, "prompt": text, "add_special_tokens": False}), _encode({"content": text})]
 
 
 def tokens_of(body: bytes) -> list[int]:
-    """Return the ids in an answer of /tokenize; none where it is something else."""
+    """Return the ids in an answer of /tokenize; an empty list if the answer is something else."""
     try:
         tokens = _decode(body).get("tokens")
     except (msgspec.DecodeError, AttributeError):
@@ -247,7 +247,7 @@ def tokens_of(body: bytes) -> list[int]:
 
 
 def _tokens(counts: Mapping[str, Any], name: str) -> int | None:
-    """Return a count of tokens, None where it is not told; ValueError where it is no number of tokens."""
+    """Return a token count, None if it is absent; raise ValueError if it is not a valid count."""
     count = counts.get(name)
     if count is None:
         return None
@@ -262,7 +262,7 @@ def _logprob_count(choice: Mapping[str, Any]) -> int:
 
 
 def _spread(total: int, weights: Sequence[int]) -> list[int]:
-    """Spread tokens over chunks: at least one each, the rest by the weights, in whole numbers that add up."""
+    """Distribute tokens over chunks: at least one each, the rest in proportion to the weights, rounded to add up."""
     spare, weight = total - len(weights), max(1, sum(weights))
     exact = [spare * one / weight for one in weights]
     shares = [1 + int(part) for part in exact]

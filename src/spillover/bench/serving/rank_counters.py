@@ -1,4 +1,4 @@
-"""What the ranks of a sharded model did together during a run, by the server's own counters: spillover's `ranks_*`."""
+"""Metrics of collective operations between the ranks of a model during a run, from spillover's `ranks_*` counters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 
 def rank_metrics(counters: Mapping[str, float], duration: float) -> dict[str, float]:
-    """Return metrics by name; none of a server with one rank. `counters`: of one run, as `server_facts` names them;
-    `duration`: of the run, in seconds."""
+    """Return metrics by name; empty for a server with one rank. `counters`: those of one run, as named by
+    `server_facts`; `duration`: seconds of the run."""
     calls, steps, seconds = (counters.get(name, 0.0) for name in ("ranks_calls", "engine_steps", "ranks_seconds"))
     if not calls or not steps or duration <= 0:
         return {}

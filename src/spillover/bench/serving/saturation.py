@@ -1,7 +1,7 @@
-"""Whether a server still keeps up with the rate at which requests come.
+"""Detection of a server that cannot keep up with the rate of requests.
 
-One that does not lets requests pile up: both the number under way and the time to the first token grow for as long as
-the load lasts. Under a load that it bears they wander around a level.
+On an overloaded server requests pile up: both the number in flight and the time to first token grow for as long as the
+load lasts. Under a sustainable load they fluctuate around a level.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 
 MIN_SECONDS = 5.0
 MIN_SAMPLES = 30
-EVERY = 1.0  # seconds between two looks
-GROWTH = 2.0  # the last quarter's mean against the second's
-SIGNIFICANCE = 5.0  # a slope over its standard error; large, as neighbouring samples are alike
+EVERY = 1.0  # seconds between two checks
+GROWTH = 2.0  # least ratio of the last quarter's mean to the second quarter's
+SIGNIFICANCE = 5.0  # least ratio of a slope to its standard error; large, as neighbouring samples are correlated
 
 
 class SaturationWatch:
-    """A watch for saturation, told of each first token; a sample is (time, requests under way, time to first token)."""
+    """A detector of saturation, fed with first tokens; a sample is (time, requests in flight, time to first token)."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float, float]] = []
@@ -39,7 +39,7 @@ class SaturationWatch:
 
 
 def piles_up(samples: list[tuple[float, float, float]]) -> bool:
-    """Return whether requests pile up; the first quarter, in which any load builds up, is left out."""
+    """Return whether requests pile up; the first quarter, in which any load ramps up, is left out."""
     kept = np.asarray(samples[len(samples) // 4:], dtype=float)
     if len(kept) < MIN_SAMPLES // 2:
         return False

@@ -1,7 +1,7 @@
-"""What to ask of a server: one request of a workload, before anybody has sent it.
+"""One request of a workload, as it is before being sent.
 
-A prompt is token ids where a length is promised (decode -> encode round trips change lengths) and text otherwise. In a
-session `prompt` is only what the turn adds: whoever sends it puts everything said before in front.
+A prompt is token ids where an exact length is needed (a decode -> encode round trip changes lengths) and text
+otherwise. In a session `prompt` is only the text or tokens that the turn adds: the sender prepends all earlier turns.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 @dataclass(frozen=True)
 class ServeRequest:
     prompt: tuple[int, ...] | str
-    prompt_len: int  # tokens of `prompt`; an estimate where it is text (the server's usage is the truth)
+    prompt_len: int  # tokens of `prompt`; an estimate for text (the server's usage is exact)
     output_len: int
-    at: float | None = None  # seconds after the first request of a trace; None: arrivals are not the workload's matter
+    at: float | None = None  # seconds after the first request of a trace; None if the workload sets no times
     session: int | None = None
     turn: int = 0
-    think: float = 0.0  # seconds between the end of the turn before and this one
-    ignore_eos: bool = True  # the answer has exactly output_len tokens
-    extra: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)  # more fields of the request's body
+    think: float = 0.0  # seconds between the end of the previous turn and this one
+    ignore_eos: bool = True  # whether the answer must have exactly output_len tokens
+    extra: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)  # additional fields of the request's body
 
 
 class ServeWorkload(Protocol):
     """A workload to serve: `requests(repeat)` keeps lengths, times and sharing and changes the tokens; repeat -1 is the
-    warm-up's, whose prompts are never those of a measured repeat."""
+    warm-up, whose prompts never equal those of a measured repeat."""
 
     @property
     def name(self) -> str: ...

@@ -1,7 +1,7 @@
-"""The model behind an OpenAI-compatible server: its name, its longest request, and its tokenizer, asked over HTTP.
+"""The model behind an OpenAI-compatible server: its name, its longest request and its tokenizer, read over HTTP.
 
-Which ids a vocabulary has no such server tells. Those that come out of tokenizing every word of three letters are
-plain, valid, some thousands, and the same for every engine that serves the model.
+No such server reports which ids of its vocabulary are unused. The ids obtained by tokenizing every word of three
+letters are plain, valid, some thousands in number, and the same for every engine that serves the model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, Protocol
 from spillover.bench.workloads.workloads import Vocabulary
 from spillover.errors import SpilloverError
 
-TIMEOUT = 60.0  # seconds for one answer
-NO_SUCH_THING = (400, 404, 405, 422, 501)  # what servers say to a path or a body that they do not know
-LEAST_VOCABULARY = 32  # ids; with fewer, random prompts would begin alike by chance
+TIMEOUT = 60.0  # timeout of one answer in seconds
+NO_SUCH_THING = (400, 404, 405, 422, 501)  # statuses that servers return for an unknown path or body
+LEAST_VOCABULARY = 32  # minimum number of ids; with fewer, random prompts would share prefixes by chance
 
 
 class TextTokenizer(Protocol):
-    """Text to token ids as the server would make them, and back."""
+    """A converter of text to token ids as the server would tokenise it, and back."""
 
     @property
     def vocabulary(self) -> Vocabulary: ...
@@ -37,7 +37,7 @@ class TextTokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def chat(self, text: str) -> list[int]:
-        """Encode a text as one message of a user, through the chat template."""
+        """Encode a text as one user message, through the chat template."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -45,13 +45,13 @@ class TextTokenizer(Protocol):
 @dataclass(frozen=True)
 class ServedModel:
     name: str
-    max_model_len: int | None = None  # None: the server does not tell
-    tokenizer: TextTokenizer | None = None  # None: it tokenizes for nobody
-    vocab_size: int | None = None  # None: the server does not tell
+    max_model_len: int | None = None  # None if the server does not report it
+    tokenizer: TextTokenizer | None = None  # None if the server has no /tokenize
+    vocab_size: int | None = None  # None if the server does not report it
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """Return the ids for random prompts: the tokenizer's plain ones, or all where there is no tokenizer."""
+        """Return the ids for random prompts: the tokenizer's plain ones, or all ids if there is no tokenizer."""
         if self.tokenizer is not None:
             return self.tokenizer.vocabulary
         return None if self.vocab_size is None else Vocabulary(self.vocab_size)
@@ -60,7 +60,7 @@ class ServedModel:
     def ask(cls, base_url: str, model: str | None = None, api_key: str | None = None,
             tokenizer: TextTokenizer | None = None, headers: Mapping[str, str] | None = None,
             insecure: bool = False) -> ServedModel:
-        """Ask a server for its model. `tokenizer`: used instead of its own. `insecure`: any certificate will do."""
+        """Query a server for its model. `tokenizer` replaces the server's; `insecure` accepts any certificate."""
         authorized = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         server = JsonServer(base_url, {**authorized, **(headers or {})}, insecure=insecure)
         cards = server.get("/v1/models").get("data") or []
@@ -82,13 +82,13 @@ class PostsJson(Protocol):
 
 
 class ServerTokenizer:
-    """The server's own, by /tokenize and /detokenize as vLLM, SGLang, llama.cpp and spillover have them."""
+    """The server's tokenizer, through /tokenize and /detokenize of vLLM, SGLang, llama.cpp and spillover."""
 
     def __init__(self, server: PostsJson, model: str, llamacpp: bool) -> None:
         self._server, self._model, self._llamacpp = server, model, llamacpp
 
     def asked_by(self, server: PostsJson) -> ServerTokenizer:
-        """Return the same tokenizer, asked over another's connections."""
+        """Return the same tokenizer, using another server object's connections."""
         return ServerTokenizer(server, self._model, self._llamacpp)
 
     @functools.cached_property
@@ -107,7 +107,7 @@ class ServerTokenizer:
         return self.render([{"role": "user", "content": text}])
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return a conversation through the chat template, with the beginning of an answer behind it."""
+        """Return the ids of a conversation rendered by the chat template, followed by the beginning of an answer."""
         if self._llamacpp:
             prompt = self._server.post("/apply-template", {"messages": list(messages)})["prompt"]
             return self._tokens({"content": prompt, "add_special": True, "parse_special": True})
@@ -132,7 +132,7 @@ def _tokenize_body(model: str, text: str, llamacpp: bool, special: bool = True) 
 
 
 class JsonServer:
-    """JSON over kept connections, one for each thread that asks."""
+    """A JSON client with keep-alive connections, one per thread."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], timeout: float = TIMEOUT,
                  insecure: bool = False) -> None:
@@ -154,7 +154,7 @@ class JsonServer:
         return self._answer("POST", path, body)
 
     def has(self, path: str, body: Mapping[str, Any]) -> bool:
-        """Return whether the server knows the path; one that is still starting is an error."""
+        """Return whether the server knows the path; raise if it does not answer properly, as while starting."""
         status, content = self._exchange("POST", path, body)
         if status in NO_SUCH_THING:
             return False
@@ -162,7 +162,7 @@ class JsonServer:
         return True
 
     def close(self) -> None:
-        """Give up what any thread waits for."""
+        """Abort the pending requests of all threads."""
         self._closed = True
         for connection in self._connections:
             if connection.sock is not None:
@@ -190,7 +190,7 @@ class JsonServer:
                 return response.status, response.read()
             except (http.client.HTTPException, OSError) as error:
                 connection.close()
-                # A server may close a connection that was idle; a second failure is one.
+                # A server may close an idle connection; a second failure is an error.
                 if attempt == 2 or self._closed or isinstance(error, ConnectionRefusedError | TimeoutError):
                     raise SpilloverError(f"no server answers at {self._base_url} ({error or type(error).__name__}); "
                                          "start one with `spill serve`, or give --base-url, --host or --port"
@@ -198,7 +198,7 @@ class JsonServer:
         raise AssertionError("unreachable")
 
     def _connection(self) -> http.client.HTTPConnection:
-        """Return this thread's own."""
+        """Return the connection of this thread."""
         made: http.client.HTTPConnection | None = getattr(self._kept, "connection", None)
         if made is None:
             host, port, timeout = str(self._url.hostname), self._url.port, self._timeout

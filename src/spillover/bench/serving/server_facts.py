@@ -1,4 +1,4 @@
-"""What a server tells about itself besides answers: its counters, its version, whether it is up."""
+"""What a server reports about itself: its counters, its version, and whether it is ready."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from spillover.errors import SpilloverError
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 MAX_REFUSAL_BYTES = 65536
-POST_SECONDS = 120.0  # writing a trace takes a while
-STARTING_SECONDS = 600.0  # a server that answers that it is not ready yet: loading a large model takes minutes
-ABSENT_SECONDS = 30.0  # nothing listens: it may be about to
+POST_SECONDS = 120.0  # timeout of a POST in seconds; writing a trace takes a while
+STARTING_SECONDS = 600.0  # seconds to wait for a server that answers "not ready": loading a large model takes minutes
+ABSENT_SECONDS = 30.0  # seconds to wait while nothing listens: the server may be about to start
 POLL_SECONDS = 0.5
 NOT_TOLD_APART = {"model_name", "engine", "engine_type", "pid", "tp_rank", "pp_rank", "model"}
 
 
 def counters(base_url: str, headers: Mapping[str, str] | None = None, insecure: bool = False) -> dict[str, float]:
-    """Return the Prometheus counters of /metrics; none where the server has no such page.
+    """Return the Prometheus counters of /metrics; empty if the server has no such page.
 
-    An engine's prefix and `_total` are left off, so that the same thing has the same name everywhere:
-    `prefix_cache_hits`, `num_preemptions`. Labels that tell samples apart follow: `prompt_tokens_by_source/host`.
+    The engine's prefix and `_total` are removed, so that the same quantity has one name for every engine:
+    `prefix_cache_hits`, `num_preemptions`. Labels that distinguish samples follow: `prompt_tokens_by_source/host`.
     """
     text = _get(base_url.rstrip("/") + "/metrics", headers, insecure)
     return {} if text is None else parse_counters(text)
@@ -61,7 +61,7 @@ def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[
 
 
 def version(base_url: str, headers: Mapping[str, str] | None = None, insecure: bool = False) -> str | None:
-    """Return the server's version: /version of vLLM and spillover, /props of llama.cpp, SGLang's info."""
+    """Return the server's version: /version of vLLM and spillover, /props of llama.cpp, /get_server_info of SGLang."""
     for path, key in (("/version", "version"), ("/props", "build_info"), ("/get_server_info", "version")):
         text = _get(base_url.rstrip("/") + path, headers, insecure)
         try:
@@ -75,12 +75,12 @@ def version(base_url: str, headers: Mapping[str, str] | None = None, insecure: b
 
 def wait_until_ready(base_url: str, seconds: float | None, headers: Mapping[str, str] | None = None,
                      insecure: bool = False, say: Callable[[str], None] | None = None) -> None:
-    """Wait until the server answers well. `seconds`: the longest wait; None: STARTING_SECONDS for a server that is
-    starting, ABSENT_SECONDS for one that nothing is heard of. `say` is told now and then what is waited for."""
+    """Wait until the server is healthy. `seconds`: the longest wait; None for STARTING_SECONDS if a server is starting,
+    ABSENT_SECONDS if none answers. `say` is called repeatedly with a progress message."""
     began = time.monotonic()
     while True:
         status, text = exchange(base_url.rstrip("/") + "/health", headers, insecure)
-        if status == 404:  # it has no such page
+        if status == 404:  # the server has no such page
             status, text = exchange(base_url.rstrip("/") + "/v1/models", headers, insecure)
         if status == 200:
             return
@@ -88,7 +88,7 @@ def wait_until_ready(base_url: str, seconds: float | None, headers: Mapping[str,
         limit = seconds if seconds is not None else ABSENT_SECONDS if status == 0 else STARTING_SECONDS
         waited = time.monotonic() - began
         if 400 <= status < 500:
-            raise SpilloverError(f"the server at {base_url} refuses to be asked for its health: {told}")
+            raise SpilloverError(f"the server at {base_url} refuses health checks: {told}")
         if waited >= limit:
             raise SpilloverError(
                 (f"no server answers at {base_url}; start one (`spill serve --port 8000`) or name another with "
@@ -101,7 +101,7 @@ def wait_until_ready(base_url: str, seconds: float | None, headers: Mapping[str,
 
 
 def post(url: str, headers: Mapping[str, str] | None = None, insecure: bool = False) -> dict[str, Any]:
-    """Return the answer to an empty POST, {} where it is no JSON object. SpilloverError: why it was refused."""
+    """Return the answer to an empty POST, {} if it is not a JSON object; raise SpilloverError if it is refused."""
     status, text = exchange(url, headers, insecure, b"", POST_SECONDS)
     if 200 <= status < 300:
         return _object(text)
@@ -109,7 +109,7 @@ def post(url: str, headers: Mapping[str, str] | None = None, insecure: bool = Fa
 
 
 def _refusal(text: str) -> str | None:
-    """Return the sentence of an error in OpenAI's shape."""
+    """Return the message of an error in OpenAI's shape; None if there is none."""
     error = _object(text).get("error")
     told = error.get("message") if isinstance(error, dict) else None
     return None if told is None else " ".join(str(told).split()).rstrip(".")
@@ -130,7 +130,7 @@ def _get(url: str, headers: Mapping[str, str] | None, insecure: bool) -> str | N
 
 def exchange(url: str, headers: Mapping[str, str] | None = None, insecure: bool = False,
              data: bytes | None = None, seconds: float = 10.0) -> tuple[int, str]:
-    """Return the status and text of a GET, or of a POST where there is `data`; 0 where nobody answers."""
+    """Return the status and text of a GET, or of a POST if `data` is given; status 0 if no server answers."""
     context = ssl._create_unverified_context() if insecure and url.startswith("https") else None
     try:
         request = urllib.request.Request(url, data=data, headers=dict(headers or {}))

@@ -1,17 +1,17 @@
-"""Every metric of a served run, derived from its records and from nothing else.
+"""All metrics of a served run, derived from its records alone.
 
-Definitions. Seconds everywhere; a failed request is counted and enters no latency and no throughput.
+Definitions. Times are in seconds; a failed request is counted, but not part of any latency or throughput.
 
-- TTFT: the first chunk that carries text or token ids, from when the request was *sent*. `ttft_scheduled` counts from
-  when it should have been sent, and so holds what waited in the client (no coordinated omission).
-- TPOT: (last - first) / (n - 1), one value a request, of requests with n > 1 tokens.
+- TTFT: from when the request was *sent* to the first chunk that carries text or token ids. `ttft_scheduled` counts from
+  when it should have been sent, and so includes waiting in the client (no coordinated omission).
+- TPOT: (last - first) / (n - 1), one value per request, of requests with n > 1 tokens.
 - ITL: gaps between tokens, pooled over all requests; a chunk of k tokens gives k gaps of gap / k.
 - E2EL: from sent to the last chunk.
-- Goodput: requests that meet every objective, a second; a request of one token has a TPOT of 0.
-- Throughput: of the whole run from the first request sent to the last answer ended; of a window what came within it.
+- Goodput: requests per second that meet every objective; a request of one token has a TPOT of 0.
+- Throughput: of the whole run from the first request sent to the last answer finished; of a window what arrived in it.
 - Peak output throughput: most tokens in one second, seconds counted from the first request sent.
 
-The steady-state window begins when a tenth of the time of sending is over *and* as many requests run as run at the
+The steady-state window begins once a tenth of the sending time has passed *and* at least as many requests run as at the
 median of that time; it ends when the last request was due (closed loop: sent), after which the load falls. A burst has
 no such state: its window is the whole run.
 """
@@ -35,7 +35,7 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True)
 class Spread:
-    """A metric over its samples."""
+    """Summary of a metric over its samples."""
 
     mean: float
     median: float
@@ -73,8 +73,8 @@ class ServingMetrics:
     peak_output_throughput: float
     peak_concurrency: int
     mean_concurrency: float
-    goodput: float | None  # requests a second; None without objectives
-    attainment: float | None  # share of all requests, failed ones too, that meet every objective
+    goodput: float | None  # requests per second; None without objectives
+    attainment: float | None  # share of all requests, including failed ones, that meet every objective
     ttft: Spread
     ttft_scheduled: Spread
     tpot: Spread
@@ -96,12 +96,12 @@ class ServingMetrics:
 
 def measure(run: Run, goodput: Mapping[str, float] | None = None, window: Window | None = None,
             ranks: Sequence[float] = RANKS) -> ServingMetrics:
-    """Measure a run. `goodput`: seconds by metric (ttft, tpot, e2el). `window`: latencies of requests sent within it,
-    throughput of what came within it; None is the whole run."""
+    """Measure a run. `goodput`: objectives in seconds by metric (ttft, tpot, e2el). `window`: use latencies of requests
+    sent within it and throughput of tokens that arrived within it; None for the whole run."""
     completed = [record for record in run.records if record.ok]
     start = min((record.sent for record in run.records), default=0.0)
     span = window or (start, start + run.duration)
-    # What comes at a window's end is the next one's; a window that ends with the run holds its last answer too.
+    # Events at the end of a window belong to the next one; a window that ends with the run includes its last answer.
     final = max((record.done for record in run.records), default=0.0)
     before = math.inf if span[1] >= final else span[1]
     inside = [record for record in completed if window is None or span[0] <= record.sent < before]
@@ -153,7 +153,7 @@ def tpot(record: RequestRecord) -> float | None:
 
 
 def gaps(record: RequestRecord) -> npt.NDArray[np.float64]:
-    """Return inter-token latencies. The tokens of the first chunk came with no gap between them."""
+    """Return the inter-token latencies. Tokens of the first chunk have no gap between them."""
     times = np.array([at for at, _ in record.chunks])
     counts = np.array([count for _, count in record.chunks])
     with_tokens = counts > 0
@@ -170,12 +170,12 @@ def meets(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
 
 
 def token_times(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
-    """Return (time, tokens) of every chunk of these requests, one a row."""
+    """Return (time, tokens) of every chunk of these requests, one per row."""
     return np.array([chunk for record in records for chunk in record.chunks], dtype=float).reshape(-1, 2)
 
 
 def concurrency(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
-    """Return (time, requests under way from then on), one row a change."""
+    """Return (time, number of requests in flight from then on), one row per change."""
     edges = np.array([(record.sent, 1) for record in records] + [(record.done, -1) for record in records],
                      dtype=float).reshape(-1, 2)
     edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
@@ -191,7 +191,7 @@ def mean_level(levels: npt.NDArray[np.float64], window: Window) -> float:
 
 
 def steady_window(records: Sequence[RequestRecord], closed: bool) -> Window:
-    """Return the time in which load neither rises nor falls. `closed`: the last request sent ends it."""
+    """Return the time in which load neither rises nor falls. `closed`: it ends when the last request is sent."""
     if not records:
         return (0.0, 0.0)
     first, last = min(record.sent for record in records), max(record.done for record in records)

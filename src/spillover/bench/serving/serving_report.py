@@ -1,8 +1,8 @@
-"""A served run as `vllm bench serve` shows it: its console block, and its JSON keys with ours beside them.
+"""A served run as `vllm bench serve` reports it: its console block, and its JSON keys with additional ones.
 
-What vLLM's block does not have stands under it, so that parsers of the block keep working: the steady state, waiting in
-the client, the cache, and whether the client kept up. The last lines repeat the main figures with their units behind
-them, which other parsers look for.
+Lines that vLLM's block does not have are printed below it, so that parsers of the block keep working: the steady state,
+waiting in the client, the cache, and whether the client kept up. The last lines repeat the main figures followed by
+their units, which other parsers look for.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What of the command line a report repeats."""
+    """The options of the command line that a report needs."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
     ranks: tuple[float, ...] = (99.0,)
-    goodput: Mapping[str, float] | None = None  # seconds
+    goodput: Mapping[str, float] | None = None  # objectives in seconds by metric
     backend: str = "openai"
     label: str | None = None
     tokenizer: str | None = None
@@ -44,7 +44,7 @@ class Asked:
 
 
 class Report:
-    """One run, measured once: the whole of it, and its steady state."""
+    """One run with its metrics, for the whole run and for its steady state."""
 
     def __init__(self, run: Run, asked: Asked) -> None:
         ranks = sorted({*asked.ranks, 50.0, 90.0, 95.0, 99.0})
@@ -53,7 +53,7 @@ class Report:
         self.steady = measure(run, asked.goodput, run.window, ranks)
 
     def block(self) -> str:
-        """Return vLLM's result block, line by line."""
+        """Return vLLM's result block."""
         run, whole, asked = self.run, self.whole, self.asked
         rate, limit = run.details.get("request_rate"), run.details.get("max_concurrency")
         lines = [_title(" Serving Benchmark Result ", "="),
@@ -80,7 +80,7 @@ class Report:
         return "\n".join([*lines, "=" * WIDTH])
 
     def notes(self) -> list[str]:
-        """Return what vLLM does not tell, a line each."""
+        """Return lines with what vLLM does not report."""
         run, whole, steady = self.run, self.whole, self.steady
         begin, end = run.window
         lines = [
@@ -131,7 +131,7 @@ class Report:
         return [line + (" (simulated acceptance)" if "spec_simulated" in found else "")]
 
     def _parts(self) -> list[str]:
-        """Return where a request's time went, by the server's own account."""
+        """Return where the time of requests went, as the server reports it."""
         told = [record.timings for record in self.run.completed if record.timings]
         if not told:
             return []
@@ -161,7 +161,7 @@ class Report:
         return lines
 
     def to_json(self, detailed: bool = False) -> dict[str, Any]:
-        """Return a JSON object with vLLM's keys at the top; what it does not have under names of our own."""
+        """Return a JSON object with vLLM's keys at the top level, and additional values under names of our own."""
         run, whole, asked = self.run, self.whole, self.asked
         details = run.details
         result: dict[str, Any] = {
@@ -202,7 +202,7 @@ class Report:
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """Parse objectives like `ttft:500 tpot:50`, in milliseconds, to seconds."""
+    """Parse objectives like `ttft:500 tpot:50`, in milliseconds; return them in seconds."""
     from spillover.bench.serving.serving_metrics import OBJECTIVES
     from spillover.errors import SpilloverError
 
@@ -222,7 +222,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 def _spread_keys(metric: str, spread: Spread, ranks: Sequence[float]) -> dict[str, float]:
     values = {f"mean_{metric}_ms": spread.mean, f"median_{metric}_ms": spread.median, f"std_{metric}_ms": spread.std,
               **{f"p{rank:g}_{metric}_ms": spread.percentiles[rank] for rank in ranks}}
-    # vLLM writes 0 where there is no sample, and JSON knows no NaN.
+    # vLLM writes 0 if there is no sample, and JSON has no NaN.
     return {key: 0.0 if math.isnan(value) else value * 1e3 for key, value in values.items()}
 
 

@@ -1,7 +1,7 @@
-"""What speculation did during a run, by the server's own counters: vLLM's and spillover's `spec_decode_*`.
+"""Metrics of speculation during a run, from the server's counters: vLLM's and spillover's `spec_decode_*`.
 
-SGLang has no such counters but two gauges of its last steps; where there is nothing else these are taken, and no
-numbers of tokens are known.
+SGLang has no such counters but two gauges of its last steps; they are used if there is nothing else, and the numbers of
+tokens are unknown then.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 _PREFIX = "spec_decode_"
 _BY_POSITION = re.compile(_PREFIX + r"num_accepted_tokens_per_pos/(\d+)(?:/true|/false)?")
-POSITION = "spec_acceptance_at_"  # and the position, from 1
+POSITION = "spec_acceptance_at_"  # prefix of a metric's name, followed by the position, from 1
 
 
 def speculation_metrics(counters: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics by name; none where nothing was drafted. `counters`: of one run, as `server_facts` names them."""
+    """Return metrics by name; empty if nothing was drafted. `counters`: of one run, named as in `server_facts`."""
     drafts, drafted = _total(counters, "num_drafts"), _total(counters, "num_draft_tokens")
     accepted = _total(counters, "num_accepted_tokens")
     if not drafts or not drafted or accepted is None:
@@ -41,7 +41,7 @@ def speculation_metrics(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 def acceptance_by_position(metrics: Mapping[str, Any]) -> list[float]:
-    """Return the share of drafts accepted up to each position, without positions that nothing came to."""
+    """Return the share of drafts accepted up to each position, up to the last position that was ever accepted."""
     shares: list[float] = []
     while metrics.get(f"{POSITION}{len(shares) + 1}"):
         shares.append(float(metrics[f"{POSITION}{len(shares) + 1}"]))
@@ -49,7 +49,7 @@ def acceptance_by_position(metrics: Mapping[str, Any]) -> list[float]:
 
 
 def _total(counters: Mapping[str, float], name: str) -> float | None:
-    """Return a counter, whether or not it says in a label what is simulated."""
+    """Return a counter, with or without the label that marks simulated acceptance."""
     values = [counters[key] for key in (_PREFIX + name, f"{_PREFIX}{name}/false", f"{_PREFIX}{name}/true")
               if key in counters]
     return sum(values) if values else None

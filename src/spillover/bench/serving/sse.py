@@ -1,4 +1,4 @@
-"""Server-sent events: bytes in, the `data` of each whole event out. The only such parser of this project's clients."""
+"""Server-sent events: turns bytes into the `data` of each whole event. All clients in this project use this parser."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 
 class EventParser:
-    """A parser fed as bytes come, however they are cut. Comments and fields other than `data` are left out."""
+    """An incremental parser of bytes in chunks of any size. Comments and fields other than `data` are skipped."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -14,20 +14,20 @@ class EventParser:
     def feed(self, piece: bytes) -> list[bytes]:
         buffer = self._buffer + piece if self._buffer else piece
         if b"\r" in buffer:
-            # A lone CR at the end may be half of a line's end.
+            # A lone CR at the end may be the first half of a line end.
             held = b"\r" if buffer.endswith(b"\r") else b""
             buffer = buffer.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
         *events, self._buffer = buffer.split(b"\n\n")
         return [data for event in events if (data := _data(event)) is not None]
 
     def finish(self) -> None:
-        """End the stream: an event that was not ended is an error, as it may be half of one."""
+        """End the stream; raise ValueError if it ends within an event."""
         if self._buffer.strip():
             raise ValueError(f"the stream ends in half an event: {self._buffer[-80:]!r}")
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the `data` of each event of a body that comes in pieces."""
+    """Yield the `data` of each event of a body that arrives in pieces."""
     parser = EventParser()
     async for piece in pieces:
         for data in parser.feed(piece):

@@ -1,1 +1,1 @@
-"""Workloads: prompts, lengths and times to send."""
+"""Workloads: prompts, lengths and the times at which they are sent."""

@@ -1,8 +1,8 @@
-"""When requests are sent: absolute times from the start of a run, all drawn before it begins.
+"""The times at which requests are sent, relative to the start of a run, all drawn before it begins.
 
-At a given rate the gaps are drawn from a gamma distribution and then stretched so that the last request falls exactly
-at `count / rate`. A Poisson process whose count is known is just that (arrivals are uniform over the time), so
-nothing is lost of its randomness, and two seeds offer the same load.
+At a given rate the gaps are drawn from a gamma distribution and then scaled so that the last request is exactly at
+`count / rate`. A Poisson process with a known count is just that (arrivals are uniform over the time), so it stays as
+random, and two seeds offer the same load.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ RampUp = Literal["linear", "exponential"]
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Open loop at a rate or at a trace's times; closed loop where the rate is infinite and `max_concurrency` is set.
+    """Open loop at a rate or at a trace's times; closed loop if the rate is infinite and `max_concurrency` is set.
 
-    With both, requests arrive in open loop and wait in the client while `max_concurrency` are under way. With
-    `static_batch_size` n, n requests are sent together, and the next n once all of these have ended.
+    With both, requests arrive in open loop and wait in the client while `max_concurrency` are in flight. With
+    `static_batch_size` n, n requests are sent together, and the next n once all of these have finished.
     """
 
-    rate: float = math.inf  # requests a second
+    rate: float = math.inf  # requests per second
     burstiness: float = 1.0  # shape of the gamma distribution: 1 Poisson, below burstier, above smoother, inf constant
     max_concurrency: int | None = None
     static_batch_size: int | None = None
     ramp_up: RampUp | None = None
     ramp_up_start: float = 0.0
     ramp_up_end: float = 0.0
-    self_timed: bool = True  # keep a trace's own times, unless a rate is given
+    self_timed: bool = True  # whether to keep a trace's own times, unless a rate is given
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -60,18 +60,18 @@ class Arrivals:
                                      f"{self.ramp_up_start:g} and {self.ramp_up_end:g}")
 
     def replays(self, times: Sequence[float | None]) -> bool:
-        """Return whether a workload's own times are kept."""
+        """Return whether the workload's own times are kept."""
         return (self.self_timed and math.isinf(self.rate) and self.ramp_up is None and self.static_batch_size is None
                 and any(at is not None for at in times))
 
     def is_closed(self, times: Sequence[float | None]) -> bool:
-        """Return whether a request is sent because another ended, not because its time has come."""
+        """Return whether requests are sent when others finish, rather than at given times."""
         return self.static_batch_size is not None or (
             self.max_concurrency is not None and math.isinf(self.rate) and self.ramp_up is None
             and not self.replays(times))
 
     def times(self, own: Sequence[float | None]) -> list[float]:
-        """Return the seconds after the start for each request, given those that the workload itself names."""
+        """Return each request's time in seconds after the start, given the times that the workload specifies."""
         count = len(own)
         if self.replays(own):
             return [at or 0.0 for at in own]
@@ -89,7 +89,7 @@ class Arrivals:
         return result
 
     def describe(self, own: Sequence[float | None]) -> dict[str, Any]:
-        """Return the arrivals for a result's details: JSON has no infinity."""
+        """Return the arrivals for a result's details; infinity is a string, as JSON has none."""
         kind = ("trace" if self.replays(own) else "ramp-up" if self.ramp_up is not None
                 else "static batches" if self.static_batch_size is not None
                 else "closed" if self.is_closed(own) else "burst" if math.isinf(self.rate)

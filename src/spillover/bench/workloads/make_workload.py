@@ -1,4 +1,4 @@
-"""From options to a workload, for the model that will be asked."""
+"""Construction of a workload from its options, for the model that will be queried."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from spillover.errors import SpilloverError
 
 
 def make_workload(options: WorkloadOptions, served: ServedModel | None = None) -> ServeWorkload:
-    """Make a workload from its options. `served`: the model to ask; without one there are only statistics."""
+    """Make a workload from its options. `served`: the model to query; without it only statistics are available."""
     longest = served.max_model_len if served is not None else None
     tokenizer = served.tokenizer if served is not None else None
     if options.dataset == SHAREGPT:
@@ -93,7 +93,7 @@ def _range(option: str, bounds: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _check_fits(options: WorkloadOptions, shapes: tuple[Shape, ...], longest: int | None) -> None:
-    """Refuse requests that do not fit: a length that was promised is not cut."""
+    """Refuse requests that do not fit: promised lengths are not truncated."""
     if longest is None:
         return
     most = max(sum(part.length for part in prompt) + answer.length for prompt, answer in whole_prompts(shapes))

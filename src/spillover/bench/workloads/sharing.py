@@ -1,8 +1,8 @@
-"""How much of a workload a prefix cache could serve, found without drawing a token.
+"""An estimate of how much of a workload a prefix cache could serve, without drawing a token.
 
-A prompt is a row of parts; the same key stands for the same tokens. `simulate` plays the requests in order against a
-cache that never forgets, so what it finds is the most that any cache could: requests in flight at the same time share
-less. A server that reports more hits than this was not cold.
+A prompt is a sequence of parts; the same key stands for the same tokens. `simulate` runs the requests in order against
+a cache that never evicts, so its result is the most that any cache could reach: requests in flight at the same time
+share less. A server that reports more hits than this was not cold.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-BLOCK_SIZE = 16  # tokens; caches keep whole blocks
+BLOCK_SIZE = 16  # tokens per block; caches keep only whole blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run of tokens. Of two parts with the same key, the shorter is how the longer begins."""
+    """A run of tokens. Of two parts with the same key, the shorter is a prefix of the longer."""
 
     key: Hashable
     length: int
@@ -24,8 +24,8 @@ class Part:
 @dataclass(frozen=True)
 class Sharing:
     prompt_tokens: int
-    shared_tokens: int  # prompt tokens in whole blocks that an earlier request left behind
-    working_set_tokens: int  # distinct tokens of KV when nothing is ever evicted, answers included
+    shared_tokens: int  # prompt tokens in whole blocks that an earlier request has left in the cache
+    working_set_tokens: int  # distinct tokens of KV without any eviction, answers included
 
     @property
     def share(self) -> float:
@@ -33,7 +33,7 @@ class Sharing:
 
 
 def simulate(requests: Iterable[tuple[Sequence[Part], Part]], block_size: int = BLOCK_SIZE) -> Sharing:
-    """Count the hits of an endless prefix cache. `requests`: whole prompts and answers, in order of arrival."""
+    """Count the hits of an infinite prefix cache. `requests`: whole prompts and answers, in order of arrival."""
     tree = PrefixTree()
     total = shared = distinct = 0
     for prompt, answer in requests:
@@ -49,13 +49,13 @@ def simulate(requests: Iterable[tuple[Sequence[Part], Part]], block_size: int = 
 
 
 class PrefixTree:
-    """All prompts so far, by their parts."""
+    """All prompts so far, as a tree of their parts."""
 
     def __init__(self) -> None:
         self._root = _Node()
 
     def add(self, parts: Iterable[Part]) -> int:
-        """Add a prompt and return how many of its tokens, from the start, were there already."""
+        """Add a prompt and return the number of its tokens, from the start, that were already in the tree."""
         node, found = self._root, 0
         known = True
         for part in parts:
@@ -77,10 +77,10 @@ class _Node:
 
     def __init__(self) -> None:
         self.children: dict[Part, _Node] = {}
-        self.longest: dict[Hashable, int] = {}  # longest child by key
+        self.longest: dict[Hashable, int] = {}  # length of the longest child by key
 
 
 def token_parts(ids: Sequence[int], block_size: int = BLOCK_SIZE) -> tuple[Part, ...]:
-    """Return the parts of a prompt whose tokens are known: they are their own key, a block at a time."""
+    """Return the parts of a prompt with known tokens: each block is its own key."""
     return tuple(Part(tuple(ids[start : start + block_size]), min(block_size, len(ids) - start))
                  for start in range(0, len(ids), block_size))

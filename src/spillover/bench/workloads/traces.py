@@ -1,7 +1,7 @@
-"""Recorded traffic: when requests came and how long they were, read from the files that their publishers give.
+"""Recorded traffic: arrival times and lengths of requests, read from the files that their publishers provide.
 
-Only Mooncake says which prompts begin alike (ids of 512-token blocks); in the others no two share anything. Tokens are
-drawn like those of any other workload.
+Only Mooncake records which prompts share prefixes (ids of 512-token blocks); in the others no two share anything.
+Tokens are drawn as for any other workload.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class TraceRow:
     at: float  # seconds, on the trace's own clock
     prompt_len: int
     output_len: int
-    blocks: tuple[int, ...] = ()  # ids of the prompt's 512-token blocks; the same id is the same tokens
+    blocks: tuple[int, ...] = ()  # ids of the prompt's 512-token blocks; the same id means the same tokens
 
 
 @dataclass(frozen=True)
 class Replay:
-    """How much of a trace is played, and how."""
+    """The part of a trace that is replayed, and its scaling."""
 
-    limit: int | None = None  # requests, from the first
-    speedup: float = 1.0  # 2: in half the time
+    limit: int | None = None  # maximum number of requests, from the first; None for all
+    speedup: float = 1.0  # factor on the speed: 2 replays in half the time
     length_scale: float = 1.0  # factor on prompt and answer lengths; shared blocks shrink with them
-    max_model_len: int | None = None  # requests that do not fit are left out
+    max_model_len: int | None = None  # longest request to keep, in tokens
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -51,7 +51,7 @@ class Replay:
 
 
 def trace_shapes(rows: Sequence[TraceRow], replay: Replay) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
-    """Return the requests, and what a reader of their numbers must know. Times start at 0 with the first row played."""
+    """Return the requests, and notes on how they were changed. Times start at 0 with the first row replayed."""
     if not rows:
         raise SpilloverError("the trace has no answered request (one with an output length above 0); give another file")
     played = sorted(rows, key=lambda row: row.at)[: replay.limit]
@@ -95,8 +95,8 @@ def read_azure(path: str) -> list[TraceRow]:
 
 
 def read_burstgpt(path: str, model: str | None = None) -> list[TraceRow]:
-    """Read CSV: Timestamp (seconds), Model, Request tokens, Response tokens. Requests that failed have no response;
-    vLLM plays those of GPT-4 alone."""
+    """Read CSV: Timestamp (seconds), Model, Request tokens, Response tokens. Failed requests have no response; vLLM
+    replays only those of GPT-4."""
     rows = _csv(path, "BurstGPT", ("Timestamp", "Model", "Request tokens", "Response tokens"),
                 lambda row: None if model is not None and row["Model"] != model else TraceRow(
                     float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"])))
@@ -127,7 +127,7 @@ def _fitting_scale(rows: Sequence[TraceRow], longest: int) -> float:
 
 
 def _moment(text: str) -> float:
-    """Parse a time; Azure writes 7 digits of a second; datetime keeps 6."""
+    """Parse a time. Azure writes 7 digits of a second; datetime keeps 6."""
     moment = datetime.fromisoformat(text)
     return (moment.replace(tzinfo=None) - datetime(2000, 1, 1)).total_seconds()
 
@@ -144,7 +144,7 @@ def _csv(path: str, kind: str, columns: tuple[str, ...],
 
 def _rows(path: str, kind: str, expected: str, lines: Iterable[Line],
           parse: Callable[[Line], TraceRow | None]) -> list[TraceRow]:
-    """Read the rows; those without a prompt or an answer are requests that failed."""
+    """Read the rows; those without a prompt or an answer are failed requests and are skipped."""
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -1,4 +1,4 @@
-"""Every option of a workload, once: its name, default, help and the datasets that it is for.
+"""All options of a workload: name, default, help and the datasets to which each applies.
 
 The command line and the YAML of experiments both read this class, so both have the same names; they are vLLM's and
 SGLang's where those have one. An option that the chosen dataset does not use is refused, never ignored.
@@ -19,11 +19,11 @@ RANDOM, MIXED, SHAREGPT, CUSTOM = "random", "mixed", "sharegpt", "custom"
 GSP, PREFIX_REPETITION, MULTI_TURN = "generated-shared-prefix", "prefix-repetition", "multi-turn"
 PREFILL_MIX, VARIABLE_OUTPUT = "prefill-mix", "variable-output"
 TRACES = ("mooncake", "azure", "burstgpt")
-FILES = (SHAREGPT, CUSTOM, *TRACES)  # these need --dataset-path
+FILES = (SHAREGPT, CUSTOM, *TRACES)  # datasets that need --dataset-path
 COUNTED = (RANDOM, MIXED, SHAREGPT, CUSTOM, GSP, PREFIX_REPETITION, PREFILL_MIX, VARIABLE_OUTPUT, *TRACES)
 DATASETS = (RANDOM, MIXED, SHAREGPT, CUSTOM, GSP, PREFIX_REPETITION, MULTI_TURN, PREFILL_MIX, VARIABLE_OUTPUT, *TRACES)
 
-# vLLM's short names and what they mean to each dataset.
+# vLLM's short names, and the option that they set for each dataset.
 INPUT_LEN = {RANDOM: "random_input_len", GSP: "gsp_question_len", PREFIX_REPETITION: "prefix_repetition_suffix_len",
              MULTI_TURN: "multi_turn_input_len", VARIABLE_OUTPUT: "variable_output_input_len"}
 OUTPUT_LEN = {RANDOM: "random_output_len", GSP: "gsp_output_len", PREFIX_REPETITION: "prefix_repetition_output_len",
@@ -33,7 +33,7 @@ TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def _flag(default: Any, text: str, *datasets: str) -> Any:
-    """Make a field with its help. `datasets`: those that the flag is for; none for all."""
+    """Make a field with its help. `datasets`: the datasets it applies to; none for all."""
     return field(default=default, metadata={"help": text, "datasets": datasets})
 
 
@@ -107,12 +107,12 @@ class WorkloadOptions:
     trace_length_scale: float = _flag(1.0, "Multiply prompt and output lengths, to fit a smaller model.", *TRACES)
     trace_model: str | None = _flag(None, "Only requests to this model, such as GPT-4.", "burstgpt")
 
-    given: frozenset[str] = field(default=frozenset(), compare=False)  # names that were not left at their default
+    given: frozenset[str] = field(default=frozenset(), compare=False)  # names of options that were set explicitly
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> WorkloadOptions:
-        """Take options by names with hyphens or underscores; None is "not given". `defaults`: in place of the class's
-        own."""
+        """Make options from names with hyphens or underscores; None means "not given". `defaults` replace those of the
+        class."""
         workload, others = cls.split(options, defaults)
         if others:
             name = next(iter(others))
@@ -123,7 +123,7 @@ class WorkloadOptions:
     @classmethod
     def split(cls, options: Mapping[str, Any],
               defaults: Mapping[str, Any] | None = None) -> tuple[WorkloadOptions, dict[str, Any]]:
-        """Return what `from_mapping` does, and the options that are not a workload's, as they were."""
+        """Return the options as `from_mapping` does, and the entries that are not options of a workload, unchanged."""
         hints, known = get_type_hints(cls), set(names())
         mine: dict[str, Any] = {}
         others: dict[str, Any] = {}
@@ -136,7 +136,7 @@ class WorkloadOptions:
         return cls(**{**(defaults or {}), **mine}, given=frozenset(mine))._checked(), others
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what was asked for, by the names of the options."""
+        """Return the options that were given or differ from the default, by name."""
         values = {item.name: getattr(self, item.name) for item in _fields()
                   if item.name in self.given or getattr(self, item.name) != item.default}
         return {"dataset-name": self.dataset, **{_option(name): list(value) if isinstance(value, tuple) else value
@@ -152,7 +152,7 @@ class WorkloadOptions:
 
     @property
     def limit(self) -> int | None:
-        """Return the maximum of requests, where the dataset has a number of its own."""
+        """Return the maximum number of requests, for datasets that have a number of their own; None if not given."""
         if self.trace_limit is not None:
             return self.trace_limit
         return self.num_prompts if "num_prompts" in self.given else None
@@ -190,7 +190,7 @@ class WorkloadOptions:
         return checked._lengthened("output_len", OUTPUT_LEN)
 
     def _lengthened(self, short: str, meanings: Mapping[str, str]) -> WorkloadOptions:
-        """Return the options with the short name's value under the dataset's own name."""
+        """Return the options with the value of a short name moved to the dataset's own option."""
         value = getattr(self, short)
         if value is None:
             return self
@@ -211,7 +211,7 @@ def _fields() -> list[dataclasses.Field[Any]]:
 
 
 def truth(name: str, value: Any) -> bool:
-    """Parse a switch, also as a word: the YAML of experiments keeps yes, no, on and off as they are written."""
+    """Parse a switch, also as a word: the YAML of experiments keeps yes, no, on and off as strings."""
     if isinstance(value, bool):
         return value
     word = value.lower() if isinstance(value, str) else None
@@ -225,7 +225,7 @@ def _option(name: str) -> str:
 
 
 def _converted(name: str, value: Any, hint: Any) -> Any:
-    """Convert a value to the field's type. YAML and the command line write numbers and lists in their own ways."""
+    """Convert a value to the field's type: YAML and the command line write numbers and lists differently."""
     kind = next(part for part in get_args(hint) if part is not type(None)) if isinstance(hint, UnionType) else hint
     try:
         if get_origin(kind) is tuple:

@@ -1,4 +1,4 @@
-"""What a workload asks for, in numbers: lengths, sharing, and how much KV it wants in all."""
+"""Statistics of a workload: lengths, prefix sharing, and total KV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A request without its tokens. In a session, `parts` is what the turn adds."""
+    """A request without its tokens. In a session, `parts` is only what the turn adds."""
 
     parts: tuple[Part, ...]
     output_len: int
@@ -53,13 +53,13 @@ class WorkloadStats:
 
     name: str
     count: int
-    sessions: int  # 0 where every request stands alone
-    prompt: Lengths  # as the server sees them, with all that was said before in a session
+    sessions: int  # number of sessions; 0 if requests are independent
+    prompt: Lengths  # lengths as the server sees them, with all earlier turns of a session
     output: Lengths
-    shared_tokens: int  # prompt tokens that an infinite prefix cache could serve
+    shared_tokens: int  # number of prompt tokens that an infinite prefix cache could serve
     working_set_tokens: int
-    duration: float | None = None  # seconds from the first request of a trace to its last
-    estimated: bool = False  # lengths are guessed from characters: there was no tokenizer
+    duration: float | None = None  # seconds from the first request of a trace to the last
+    estimated: bool = False  # whether lengths are estimated from characters, without a tokenizer
     notes: tuple[str, ...] = ()
 
     @property
@@ -75,7 +75,7 @@ class WorkloadStats:
                 "block_size": BLOCK_SIZE}
 
     def table(self) -> RenderableType:
-        """Return the lengths, and under them what else is known."""
+        """Return the table of lengths, followed by the other statistics as sentences."""
         from rich.console import Group
         from rich.text import Text
 
@@ -112,7 +112,7 @@ def measure(name: str, shapes: Sequence[Shape], estimated: bool = False, notes: 
 
 
 def whole_prompts(shapes: Iterable[Shape]) -> Iterator[tuple[tuple[Part, ...], Part]]:
-    """Yield each request's prompt with what its session said before, and its answer, which is nobody else's."""
+    """Yield each request's prompt, with all earlier turns of its session, and its answer, which is never shared."""
     said: dict[int, tuple[Part, ...]] = {}
     for index, shape in enumerate(shapes):
         answer = Part(("answer", index), shape.output_len)

@@ -1,6 +1,6 @@
-"""A workload in words, for endpoints that take no token ids: chat, and servers that take text alone.
+"""A workload as text, for endpoints that accept no token ids: chat, and servers that accept only text.
 
-Text does not come back as the same tokens, and a chat template adds its own: lengths are counted again.
+Text is not tokenised to the same tokens again, and a chat template adds its own, so lengths are recounted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spillover.errors import SpilloverError
 
 
 def as_text(workload: ServeWorkload, served: ServedModel, chat: bool = True) -> ServeWorkload:
-    """Return the workload with prompts as texts. `chat`: the endpoint puts them into the chat template."""
+    """Return the workload with text prompts. `chat`: the endpoint applies the chat template to them."""
     return TextWorkload(workload, served.tokenizer, chat)
 
 
@@ -34,7 +34,7 @@ class TextWorkload:
 
     @property
     def shapes(self) -> Sequence[Shape]:
-        """Return the shapes with the template's tokens around a session's beginning: all share the first of them."""
+        """Return the shapes with the template's tokens around each session's first turn; all share the opening."""
         templated = isinstance(self.inner, RecordedWorkload) and self.inner.templated
         if not self.chat or templated or self.tokenizer is None:
             return self.inner.shapes
@@ -71,5 +71,5 @@ def _template(tokenizer: TextTokenizer) -> tuple[int, int]:
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the tokens from the first that both have."""
+    """Return the length of the common prefix of two sequences."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

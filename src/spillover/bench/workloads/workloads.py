@@ -1,4 +1,4 @@
-"""What workloads are made of: tokens and lengths drawn from a seed, conversations of a file or of random tokens."""
+"""Building blocks of workloads: tokens and lengths drawn from a seed, conversations of a file or of random tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WARMUP = -1
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ids that a random prompt may hold: all but the special ones."""
+    """The ids that a random prompt may contain: all but the special ones."""
 
     size: int
     special_ids: frozenset[int] = frozenset()
@@ -28,15 +28,15 @@ class Vocabulary:
 
     @functools.cached_property
     def _plain(self) -> npt.NDArray[np.object_]:
-        """Return the plain tokens; those of a long trace are references to these and not millions of ints."""
+        """Return the plain tokens as objects, so that a long trace has references to them, not millions of ints."""
         plain = np.setdiff1d(np.arange(self.size), np.fromiter(self.special_ids, dtype=np.int64))
         return plain.astype(object)
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """Chats that go on in turn, a question each a round. Each begins with a long text of its own, and every prompt
-    holds all that was said before in its chat."""
+    """Chats that take turns, with one question per round. Each begins with a long text of its own, and every prompt
+    contains all earlier turns of its chat."""
 
     vocabulary: Vocabulary
     count: int = 12
@@ -53,17 +53,17 @@ class Conversations:
 
     @property
     def longest(self) -> int:
-        """Return the tokens of a chat at its end."""
+        """Return the number of tokens of a chat at its end."""
         return self.prefix_len + self.rounds * (self.question_len + self.answer_len)
 
     def question(self, chat: int, turn: int) -> tuple[int, ...]:
-        """Return what is added to a chat for its turn; the first time also the text it begins with."""
+        """Return the tokens that a turn adds to a chat; the first turn includes the long text it begins with."""
         length = self.question_len + (self.prefix_len if turn == 0 else 0)
         return self.vocabulary.draw(np.random.default_rng([self.seed, chat + 1, turn + 1]), length)
 
     def order(self, turn: int) -> list[int]:
-        """Return the chats in the order of one round. Nobody speaks twice in a row, so that no chat is found where it
-        was."""
+        """Return the chats in the order of one round. No chat has two turns in a row, so that none finds its KV
+        untouched."""
         chats: list[int] = np.random.default_rng([self.seed, turn + 1]).permutation(self.count).tolist()
         if turn and self.count > 1 and chats[0] == self.order(turn - 1)[-1]:
             chats[0], chats[1] = chats[1], chats[0]
@@ -71,13 +71,13 @@ class Conversations:
 
 
 def is_usable(prompt_len: int, output_len: int, check_output: bool = True) -> bool:
-    """Return whether vLLM would keep a sampled conversation: nothing tiny, nothing that dominates the run."""
+    """Return whether vLLM would keep a sampled conversation: neither tiny nor so long that it dominates the run."""
     return (prompt_len >= 4 and (output_len >= 4 or not check_output) and prompt_len <= 1024
             and prompt_len + output_len <= 2048)
 
 
 def read_talks(path: str) -> list[list[str]]:
-    """Return what was said in each conversation of at least a question and an answer."""
+    """Return the turns of each conversation that has at least a question and an answer."""
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
         talks = [entry.get("conversations", entry.get("conversation", [])) for entry in entries]

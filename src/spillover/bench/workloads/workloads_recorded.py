@@ -1,8 +1,8 @@
-"""Workloads whose prompts are somebody's: conversations of a ShareGPT file, lines of a JSONL file.
+"""Workloads with recorded prompts: conversations of a ShareGPT file, lines of a JSONL file.
 
-The texts are the same in every repeat, so a prefix cache would answer the second from the first. From repeat 1 on the
-first tokens of every prompt are therefore others, the same for all prompts of a repeat: lengths and sharing stay, and
-no block of an earlier repeat fits.
+The texts are the same in every repeat, so a prefix cache could serve the second repeat from the first. From repeat 1
+on, the first tokens of every prompt are therefore replaced by others, the same for all prompts of a repeat: lengths and
+sharing stay, and no block of an earlier repeat matches.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from spillover.bench.workloads.workload_stats import Shape, WorkloadStats, measu
 from spillover.bench.workloads.workloads import Vocabulary, check_positive, is_usable, read_talks
 from spillover.errors import SpilloverError
 
-OPENING = 2  # tokens that differ from repeat to repeat; the shortest prompt has 4
-CHARACTERS_A_TOKEN = 4  # a guess for English, where there is no tokenizer
+OPENING = 2  # number of tokens replaced per repeat; the shortest prompt has 4
+CHARACTERS_A_TOKEN = 4  # an estimate for English, used without a tokenizer
 DEFAULT_OUTPUT_LEN = 256  # vLLM's --custom-output-len
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A request as the file has it; `prompt` is text where there is no tokenizer."""
+    """A request as recorded in the file; `prompt` is text if there is no tokenizer."""
 
     prompt: tuple[int, ...] | str
     output_len: int
     session: int | None = None
     turn: int = 0
-    text: str = ""  # text that the prompt's tokens were made of
+    text: str = ""  # the text from which the prompt's tokens were made
 
     @property
     def prompt_len(self) -> int:
@@ -47,13 +47,13 @@ class Recorded:
 class RecordedWorkload:
     name: str
     records: tuple[Recorded, ...]
-    vocabulary: Vocabulary | None = None  # None: the prompts are text
+    vocabulary: Vocabulary | None = None  # None if the prompts are text
     seed: int = 0
     notes: tuple[str, ...] = ()
-    templated: bool = False  # the tokens are those of the chat template
+    templated: bool = False  # whether the tokens include the chat template's
 
     def in_words(self) -> RecordedWorkload:
-        """Return the file's own texts, without a template, for an endpoint that tokenizes."""
+        """Return the file's own texts, without a template, for an endpoint that tokenises."""
         return replace(self, records=tuple(replace(record, prompt=record.text) if record.text else record
                                            for record in self.records))
 
@@ -74,12 +74,12 @@ class RecordedWorkload:
         return measure(self.name, self.shapes, estimated=self.vocabulary is None, notes=self.notes)
 
     def _varied(self, record: Recorded, repeat: int) -> tuple[int, ...] | str:
-        if repeat == 0 or record.turn > 0:  # a session is another as soon as its first turn is
+        if repeat == 0 or record.turn > 0:  # replacing tokens of the first turn changes the prefix of the whole session
             return record.prompt
         if isinstance(record.prompt, str):
             return f"({repeat}) {record.prompt}"
         assert self.vocabulary is not None
-        # A token that begins every text of the model stays where it is.
+        # A token that begins every text of the model stays in place.
         start = 1 if record.prompt[0] in self.vocabulary.special_ids and len(record.prompt) > 1 else 0
         opening = self.vocabulary.draw(np.random.default_rng([self.seed, repeat + 1]), OPENING)
         return (record.prompt[:start] + opening + record.prompt[start + OPENING :])[: len(record.prompt)]
@@ -112,8 +112,8 @@ def sharegpt(path: str, tokenizer: TextTokenizer | None, num_prompts: int, outpu
 def custom(path: str, tokenizer: TextTokenizer | None, num_prompts: int | None = None, output_len: int | None = None,
            chat: bool = True, shuffle: bool = True, seed: int = 0,
            max_model_len: int | None = None) -> RecordedWorkload:
-    """Read vLLM's `custom`: lines of {"prompt": text, "output_tokens": n}. The file's own lengths come before the
-    default; `prompt` may also be a list of token ids. With `chat` a text goes through the model's chat template."""
+    """Read vLLM's `custom` format: lines of {"prompt": text, "output_tokens": n}. The file's lengths take precedence
+    over the default; `prompt` may also be a list of token ids. With `chat` a text goes through the chat template."""
     entries = list(_jsonl(path))
     if shuffle:
         np.random.default_rng(seed).shuffle(entries)
@@ -134,7 +134,7 @@ def custom(path: str, tokenizer: TextTokenizer | None, num_prompts: int | None =
         raise SpilloverError(f"no line of '{path}' fits the model's {max_model_len} tokens")
     if tokenizer is None and any(not isinstance(record.prompt, str) for record in records):
         raise SpilloverError(f"'{path}' holds token ids: give --tokenizer, or a server that answers /tokenize, so that "
-                             "the warm-up's prompts can be others")
+                             "the warm-up can use other prompts")
     return RecordedWorkload("custom", tuple(records), _vocabulary(tokenizer), seed,
                             _short_of(num_prompts, len(records), "that fit"), templated=chat)
 
@@ -145,7 +145,7 @@ def estimate_tokens(text: str) -> int:
 
 def _turns(talk: Sequence[str], tokenizer: TextTokenizer | None, output_len: int | None,
            max_model_len: int | None) -> list[tuple[tuple[int, ...] | str, int]]:
-    """Return (what the turn adds, tokens of its answer), as many as fit; empty where the first does not pass."""
+    """Return (what the turn adds, tokens of its answer) of the turns that fit; empty if the first is filtered out."""
     turns: list[tuple[tuple[int, ...] | str, int]] = []
     total = 0
     for question, answer in zip(talk[::2], talk[1::2], strict=False):
@@ -168,7 +168,7 @@ def _jsonl(path: str) -> Iterator[dict[str, Any]]:
         raise SpilloverError(f"cannot read --dataset-path '{path}': {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise SpilloverError(f"--dataset-path '{path}' is not UTF-8: {error}") from error
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() also cuts at U+2028, which JSON may hold
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() would also split at U+2028, valid in JSON
         if not line.strip():
             continue
         try:
@@ -205,7 +205,7 @@ def _vocabulary(tokenizer: TextTokenizer | None) -> Vocabulary | None:
 
 
 def _short_of(asked: int | None, found: int, which: str) -> tuple[str, ...]:
-    """Say that the file is short: nothing is sent twice to make up for it, which would measure the prefix cache."""
+    """Return a note if the file has too few prompts: repeating some would measure the prefix cache."""
     if asked is None or found >= asked:
         return ()
     return (f"{asked:,} were asked for; the file has {found:,} {which}",)

@@ -1,7 +1,7 @@
-"""Workloads of random tokens: each is a list of shapes, lengths and what is shared, drawn from the seed.
+"""Workloads of random tokens: each is a list of shapes (lengths and shared parts) drawn from the seed.
 
-Every function gives shapes; `SyntheticWorkload` fills them with tokens, others for each repeat. A part's key is a tuple
-of small ints, the first of which says what the part is to its workload.
+Every function returns shapes; `SyntheticWorkload` fills them with tokens, different ones for each repeat. A part's key
+is a tuple of small ints, the first of which is the role of the part in its workload.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARED, OWN = 0, 1
 class SyntheticWorkload:
     name: str
     shapes: tuple[Shape, ...]
-    vocabulary: Vocabulary | None = None  # None: statistics only
+    vocabulary: Vocabulary | None = None  # None if only statistics are needed
     seed: int = 0
     notes: tuple[str, ...] = ()
 
@@ -44,7 +44,7 @@ class SyntheticWorkload:
 
     @property
     def _salt(self) -> int:
-        """Return a salt by which other workloads of the same seed have other tokens."""
+        """Return a salt, so that different workloads of the same seed have different tokens."""
         lengths = sum(shape.prompt_len for shape in self.shapes), sum(shape.output_len for shape in self.shapes)
         return zlib.crc32(f"{self.name} {len(self.shapes)} {lengths}".encode())
 
@@ -54,7 +54,7 @@ class SyntheticWorkload:
 
 
 class _Tokens:
-    """The tokens of one repeat, drawn a part at a time from its seeds and the part's key."""
+    """The tokens of one repeat, drawn part by part from its seeds and the part's key."""
 
     def __init__(self, vocabulary: Vocabulary, seeds: Sequence[int], shapes: Sequence[Shape]) -> None:
         self._vocabulary, self._seeds = vocabulary, seeds
@@ -71,7 +71,7 @@ class _Tokens:
         tokens = self._drawn.get(part.key)
         if tokens is None:
             assert isinstance(part.key, tuple)
-            # With its length, for numpy takes seeds that differ by zeros at the end as the same.
+            # The length is included because numpy treats seeds that differ only in trailing zeros as equal.
             rng = np.random.default_rng([*self._seeds, len(part.key), *part.key])
             tokens = self._drawn[part.key] = self._vocabulary.draw(rng, self._longest[part.key])
         return tokens[: part.length]
@@ -79,7 +79,7 @@ class _Tokens:
 
 def random_shapes(count: int, input_len: int = 1024, output_len: int = 128, range_ratio: float = 0.0,
                   prefix_len: int = 0, seed: int = 0) -> tuple[Shape, ...]:
-    """Make vLLM's `random`: lengths uniform within the ratio either way, after a prefix that all share."""
+    """Make vLLM's `random`: lengths uniform within the ratio either way, after a prefix that all requests share."""
     check_positive(num_prompts=count, random_input_len=input_len, random_output_len=output_len)
     _check_share("random-range-ratio", range_ratio)
     rng = np.random.default_rng(seed)
@@ -90,14 +90,14 @@ def random_shapes(count: int, input_len: int = 1024, output_len: int = 128, rang
 
 def random_workload(vocabulary: Vocabulary, count: int, input_len: int, output_len: int, prefix_len: int = 0,
                     seed: int = 0) -> SyntheticWorkload:
-    """Make vLLM's `random` of exact lengths."""
+    """Make vLLM's `random` with exact lengths."""
     shapes = random_shapes(count, input_len, output_len, prefix_len=prefix_len, seed=seed)
     return SyntheticWorkload("random", shapes, vocabulary, seed)
 
 
 def mixed_shapes(count: int, input_range: tuple[int, int] = (16, 512), output_range: tuple[int, int] = (8, 128),
                  prefix_len: int = 0, seed: int = 0) -> tuple[Shape, ...]:
-    """Make lengths log-uniform over a range: many short ones and a few long. Every second request has the prefix."""
+    """Make log-uniform lengths: many short ones and a few long ones. Every second request has the prefix."""
     check_positive(num_prompts=count)
     rng = np.random.default_rng(seed)
     inputs, outputs = (log_uniform_lengths(rng, bounds, count) for bounds in (input_range, output_range))
@@ -109,10 +109,10 @@ def generated_shared_prefix_shapes(groups: int = 64, per_group: int = 16, system
                                    question_len: int = 128, output_len: int = 256, range_ratio: float = 1.0,
                                    turns: int = 1, ordered: bool = False, limit: int | None = None,
                                    seed: int = 0) -> tuple[Shape, ...]:
-    """Make SGLang's groups of questions after a system prompt that the group shares, mixed unless `ordered`.
+    """Make SGLang's groups of questions after a system prompt that the group shares, shuffled unless `ordered`.
 
-    As there, lengths are uniform from `range_ratio` times the length up to it. With several turns each question opens a
-    session.
+    As in SGLang, lengths are uniform from `range_ratio` times the length up to it. With several turns each question
+    starts a session.
     """
     check_positive(gsp_num_groups=groups, gsp_prompts_per_group=per_group, gsp_question_len=question_len,
                    gsp_output_len=output_len, gsp_num_turns=turns)
@@ -140,7 +140,7 @@ def generated_shared_prefix_shapes(groups: int = 64, per_group: int = 16, system
 
 def prefix_repetition_shapes(count: int, prefix_len: int = 256, suffix_len: int = 256, num_prefixes: int = 10,
                              output_len: int = 128, shuffle: bool = True, seed: int = 0) -> tuple[Shape, ...]:
-    """Make vLLM's workload: each of a few prefixes is followed by many suffixes."""
+    """Make vLLM's `prefix_repetition`: each of a few prefixes is followed by many suffixes."""
     check_positive(num_prompts=count, prefix_repetition_prefix_len=prefix_len, prefix_repetition_suffix_len=suffix_len,
                    prefix_repetition_num_prefixes=num_prefixes, prefix_repetition_output_len=output_len)
     if count < num_prefixes:
@@ -155,8 +155,8 @@ def prefix_repetition_shapes(count: int, prefix_len: int = 256, suffix_len: int 
 def multi_turn_shapes(sessions: int = 32, turns: int = 4, shared_len: int = 0, prefix_len: int = 512,
                       input_len: int = 64, output_len: int = 64, range_ratio: float = 0.0, think_time: float = 0.0,
                       seed: int = 0) -> tuple[Shape, ...]:
-    """Make sessions of several turns: a system prompt that all share, an opening of the chat's own, then a question a
-    turn. Each prompt holds all that was said before. Pauses are exponential around the think time."""
+    """Make sessions of several turns: a system prompt that all share, an opening per session, then one question per
+    turn. Each prompt contains all earlier turns. Pauses are exponential with the think time as mean."""
     check_positive(multi_turn_num_sessions=sessions, multi_turn_num_turns=turns, multi_turn_input_len=input_len,
                    multi_turn_output_len=output_len)
     _check_share("multi-turn-range-ratio", range_ratio)
@@ -176,8 +176,8 @@ def multi_turn_shapes(sessions: int = 32, turns: int = 4, shared_len: int = 0, p
 
 def prefill_mix_shapes(count: int, long_share: float = 0.1, long_input_len: int = 2048, long_output_len: int = 16,
                        short_input_len: int = 64, short_output_len: int = 128) -> tuple[Shape, ...]:
-    """Make long prompts with short answers among short prompts that stream: what chunked prefill is for. The long ones
-    are spread evenly, so that each falls into the decoding of others."""
+    """Make long prompts with short answers among short prompts that stream: the case for chunked prefill. The long ones
+    are spread evenly, so that each arrives while others decode."""
     check_positive(num_prompts=count, prefill_mix_long_input_len=long_input_len,
                    prefill_mix_long_output_len=long_output_len, prefill_mix_short_input_len=short_input_len,
                    prefill_mix_short_output_len=short_output_len)
@@ -191,7 +191,7 @@ def prefill_mix_shapes(count: int, long_share: float = 0.1, long_input_len: int 
 
 def variable_output_shapes(count: int, output_lens: Sequence[int] = (16, 32, 64, 256, 512), input_len: int = 256,
                            seed: int = 0) -> tuple[Shape, ...]:
-    """Make answers of very different lengths, each length equally often: what static batching pads to the longest."""
+    """Make answers of very different lengths, each equally often: static batching pads them to the longest."""
     check_positive(num_prompts=count, variable_output_input_len=input_len)
     if not output_lens or min(output_lens) < 1:
         raise SpilloverError(f"--variable-output-lens takes lengths of at least 1; got {list(output_lens)}")

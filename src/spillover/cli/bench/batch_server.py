@@ -1,4 +1,4 @@
-"""HTTP around an engine in this process that is given whole batches: `spill bench batches`."""
+"""An HTTP server for an engine in this process that is given whole batches: `spill bench batches`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def serve_batches(llm: LLM, size: int, host: str, port: int) -> None:
-    """Answer until the process is told to end. `size`: of the vocabulary."""
+    """Serve until the process is terminated. `size`: size of the vocabulary."""
     class Handler(_Handler):
         engine, vocab_size, turn = llm, size, threading.Lock()
 
@@ -31,7 +31,7 @@ def serve_batches(llm: LLM, size: int, host: str, port: int) -> None:
 class _Handler(BaseHTTPRequestHandler):
     engine: LLM
     vocab_size: int
-    turn: threading.Lock  # one batch at a time; health and metrics are told beside it
+    turn: threading.Lock  # held while a batch runs; health and metrics are answered concurrently
 
     def do_GET(self) -> None:
         plan = self.engine.plan
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def generate(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
-    """Run a batch and tell its seconds, and when each request was taken, gave its first token and ended."""
+    """Run a batch; return its seconds, and when each request arrived, gave its first token and finished."""
     params = [SamplingParams(max_tokens=length, ignore_eos=body["ignore_eos"], detokenize=False, **body["sampling"])
               for length in body["output_lens"]]
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""`spill bench throughput` and `spill bench latency`: vLLM's flags, numbers beside limits, sweeps in one table."""
+"""`spill bench throughput` and `spill bench latency`: vLLM's flags, numbers with their limits, sweeps in one table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Measure speed, and show it beside the hardware limit.
+    """Measure speed, and compare it with the hardware limit.
 
     \b
     Examples:
@@ -77,7 +77,7 @@ def _run_options(command: Any) -> Any:
 @workload_options(of_engine=("seed", "tokenizer"), num_prompts=64, random_input_len=256, random_output_len=64)
 @engine_sweep_options()
 def throughput(configs: list[EngineConfig], workload: WorkloadOptions, **options: Any) -> None:
-    """Measure requests per second when all are sent at once. Comma lists in options make a table, one row per
+    """Measure requests per second if all are sent at once. Comma lists in options make a table with one row per
     combination.
 
     \b
@@ -126,7 +126,7 @@ def throughput(configs: list[EngineConfig], workload: WorkloadOptions, **options
 def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, output_len: int, num_iters_warmup: int,
             num_iters: int, temperature: float, disable_detokenize: bool, output_json: str | None,
             profile: str | None) -> None:
-    """Measure the time of one batch alone: prefill (to the first token) and decode apart, each beside its limit.
+    """Measure the latency of one batch: prefill (to the first token) and decode separately, each with its limit.
 
     \b
     Example:
@@ -176,7 +176,7 @@ def _workload(planned: PlannedModel, options: WorkloadOptions) -> ServeWorkload:
     from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload
     from spillover.cli.bench.workload_options import LocalTokenizer
 
-    # Random tokens need none, and a model may come without one.
+    # Random tokens need no tokenizer, and a model may come without one.
     tokenizer = LocalTokenizer(str(planned.config.tokenizer or planned.path)) if options.dataset in FILES else None
     made = make_workload(options, ServedModel(str(planned.path), planned.plan.max_model_len, tokenizer))
     if any(shape.session is not None or shape.at is not None for shape in made.shapes):
@@ -189,7 +189,7 @@ def _workload(planned: PlannedModel, options: WorkloadOptions) -> ServeWorkload:
 
 def _settings(configs: list[EngineConfig], planned: PlannedModel, limits: Limits,
               options: dict[str, Any]) -> list[Setting]:
-    """Return all settings, by backend first: the engine's options mean nothing to transformers."""
+    """Return all settings, by backend first: the engine's options do not apply to transformers."""
     from spillover.bench.throughput import Setting
 
     names = [name for name in EngineConfig.__dataclass_fields__

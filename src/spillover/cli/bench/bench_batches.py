@@ -16,10 +16,10 @@ from spillover.engine.config import EngineConfig
 @click.option("--port", default=8000, show_default=True, help="Port to listen at.")
 @engine_options()
 def batches(config: EngineConfig, host: str, port: int) -> None:
-    """Run an engine that takes whole batches, as `LLM.generate` does; the lab's engine `in-process` starts it.
+    """Run an engine that accepts whole batches, as `LLM.generate` does; the lab's engine `in-process` starts it.
 
-    POST /batch takes prompts in token ids and answers when all are done, with the times of each by the engine's clock,
-    so that neither HTTP nor a front process is in what is measured. One batch at a time; until SIGTERM or Ctrl-C.
+    POST /batch takes prompts as token ids and answers when all are finished, with the times of each by the engine's
+    clock, so that neither HTTP nor a front process is measured. One batch at a time; until SIGTERM or Ctrl-C.
 
     \b
     Example:

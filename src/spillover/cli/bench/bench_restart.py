@@ -1,4 +1,4 @@
-"""`spill bench restart`: the same prompts cold, warm, and after the engine was closed or killed, by block size."""
+"""`spill bench restart`: the same prompts cold, warm, and after closing or killing the engine, by block size."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 BLOCK_SIZES = (64, 128, 256, 512, 1024)
 SPARE_BLOCKS = 4
-WARMUP_TOKENS = 256  # at most, and less than a block, so that nothing of it is stored
-LIFE_SECONDS = 600.0  # that the engine which is killed may take
+WARMUP_TOKENS = 256  # at most, and less than a block, so that no block of the warm-up is stored
+LIFE_SECONDS = 600.0  # timeout in seconds of the engine that is killed
 
 
 @click.command()
@@ -44,9 +44,8 @@ def restart(configs: list[EngineConfig], num_prompts: int, prefix_len: int, inpu
             kill: bool, output_json: str | None) -> None:
     """Measure the same prompts cold, warm, and after a restart on the same disk; one row per block size.
 
-    A block is the unit that is stored and found again. All stages must give the same greedy tokens (exit code 1 if
-    not). --disk PATH:SIZE names the disk, on which a new folder is used and removed; else it is where temporary files
-    go.
+    A block is the unit of storage and lookup. All stages must produce the same greedy tokens (exit code 1 if not).
+    --disk PATH:SIZE chooses the disk, where a temporary folder is used; the default is the disk of temporary files.
 
     \b
     Examples:
@@ -90,7 +89,7 @@ def restart(configs: list[EngineConfig], num_prompts: int, prefix_len: int, inpu
 
 
 class _Life:
-    """An engine from its opening to its end."""
+    """An engine from opening to closing, used as a context manager."""
 
     def __init__(self, config: EngineConfig, vocabulary: Vocabulary) -> None:
         import numpy as np
@@ -155,7 +154,7 @@ def _live_until_killed(connection: Connection, config: EngineConfig, vocabulary:
 
 
 def _sized(config: EngineConfig, requests: list[BenchRequest], kill: bool) -> EngineConfig:
-    """Return flags with a device pool for all prompts, unless one is given: the warm stage is the device's."""
+    """Return flags with a device pool for all prompts, unless one is given: the warm stage must hit the device."""
     from spillover.cli.loading import look_at
 
     config = dataclasses.replace(config, skip_tokenizer_init=True, spill="eager" if kill else config.spill)

@@ -1,4 +1,4 @@
-"""`spill bench serve`: load on a running server, shown as `vllm bench serve` shows it."""
+"""`spill bench serve`: load on a running server, reported as by `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
               help="Maximum concurrent requests; others wait in the client.")
 @click.option("--static-batch-size", type=click.IntRange(min=1), default=None, metavar="N",
               help="Static batching by the client: send N requests together, and the next N once all of these have "
-                   "ended.")
+                   "finished.")
 @click.option("--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), default=None,
               help="Raise the rate from --ramp-up-start-rps to --ramp-up-end-rps, linearly or exponentially.")
 @click.option("--ramp-up-start-rps", type=float, default=0.0, help="Requests per second at the first request.")
@@ -75,15 +75,15 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 @click.option("--label", default=None, help="Name of the result. [default: the backend's]")
 @click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Add this pair to the result; may be given more "
                                                                      "than once.")
-@click.option("--profile", is_flag=True, help="Have the server profile itself meanwhile (POST /start_profile and "
+@click.option("--profile", is_flag=True, help="Profile the server during the run (POST /start_profile and "
                                               "/stop_profile; `spill serve` needs --profiler-dir).")
 @click.option("--disable-tqdm", is_flag=True, help="Hide the progress bar.")
 @server_options
 @workload_options()
 def serve(workload: WorkloadOptions, server: ServerOptions, **options: Any) -> None:
-    """Put load on a running server. Flags, console block and JSON keys are those of `vllm bench serve`.
+    """Measure a running server under load. Flags, console block and JSON keys are those of `vllm bench serve`.
 
-    Comma lists in --request-rate and --max-concurrency make a run each, on fresh prompts, and a table of all.
+    Comma lists in --request-rate and --max-concurrency start one run each, on fresh prompts, and print a table of all.
 
     \b
     Examples:
@@ -107,7 +107,7 @@ def serve(workload: WorkloadOptions, server: ServerOptions, **options: Any) -> N
     warm_up(made, load, server.num_warmups)
     reports = []
     with _profiled(server, options["profile"]):
-        for place, arrivals in enumerate(points):  # each on prompts of its own, or the prefix cache is measured
+        for place, arrivals in enumerate(points):  # each with prompts of its own, or the prefix cache is measured
             run = _run(made.requests(place), dataclasses.replace(load, arrivals=arrivals), options["disable_tqdm"])
             report = Report(run, asked)
             reports.append(report)
@@ -126,7 +126,7 @@ def serve(workload: WorkloadOptions, server: ServerOptions, **options: Any) -> N
 
 
 def _points(workload: WorkloadOptions, options: dict[str, Any]) -> list[Arrivals]:
-    """Return one load for each rate and limit of concurrency, checked before the first is run."""
+    """Return the arrivals of each rate and concurrency limit, checked before the first run."""
     from spillover.bench.workloads.arrivals import Arrivals
 
     return [Arrivals(rate, options["burstiness"], limit, options["static_batch_size"], options["ramp_up_strategy"],
@@ -184,7 +184,7 @@ def _asked(server: ServerOptions, workload: WorkloadOptions, options: dict[str, 
 
 @contextlib.contextmanager
 def live_bar(total: int, disabled: bool = False, what: str = "requests") -> Iterator[Callable[[Live], None]]:
-    """Show requests done, running and failed, tokens per second and mean TTFT; silent where stderr is a file."""
+    """Show requests finished, running and failed, tokens per second and mean TTFT; silent if stderr is a file."""
     from spillover.progress import counted
 
     with counted(total, what, not disabled) as show:
@@ -225,7 +225,7 @@ def _profiled(server: ServerOptions, wanted: bool) -> Iterator[None]:
 
 
 def _write(report: Report, options: dict[str, Any], point: Arrivals | None) -> None:
-    """Write the result. `point`: one of several, which get a file each unless they are appended to one."""
+    """Write the result. `point`: one of several, each of which gets a file unless they are appended to one."""
     result = report.to_json(options["save_detailed"])
     path = Path(options["result_dir"] or ".") / (options["result_filename"] or _file_name(report, options))
     if point is not None and options["result_filename"] and not options["append_result"]:
@@ -244,7 +244,7 @@ def _write(report: Report, options: dict[str, Any], point: Arrivals | None) -> N
 
 
 def _file_name(report: Report, options: dict[str, Any]) -> str:
-    """Return the file name as vLLM makes it."""
+    """Return the file name in vLLM's format."""
     details = report.run.details
     model = str(details.get("model") or "model").rpartition("/")[2]
     limit = details.get("max_concurrency")

@@ -1,4 +1,4 @@
-"""`spill bench sweep`: the rates a server bears, from one request at a time to saturation."""
+"""`spill bench sweep`: the rates that a server sustains, from one request at a time to saturation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 def sweep(workload: WorkloadOptions, server: ServerOptions, steps: int, max_concurrency: int, max_seconds: float,
           burstiness: float, goodput: tuple[str, ...], attainment: float, refine: int, save_result: str | None,
           disable_tqdm: bool) -> None:
-    """Measure rates from one request at a time to saturation; stop early where requests pile up.
+    """Measure rates from one request at a time to saturation; stop early if requests pile up.
 
     \b
     Examples:
@@ -115,7 +115,7 @@ def sweep_table(result: SweepResult) -> Table:
 
 
 def sweep_lines(result: SweepResult) -> list[str]:
-    """Return what was found, a sentence each."""
+    """Return the findings, one sentence each."""
     best, found = result.best, result.to_json()
     lines = [f"Max throughput: {found['max_output_throughput']:,.1f} output tokens/s, at {best.name}; "
              f"{found['max_request_throughput']:.2f} requests/s"]

@@ -1,4 +1,4 @@
-"""`spill bench tiers`: KV tiers off, host, host and disk, host and a remote store, side by side in one run."""
+"""`spill bench tiers`: KV tiers off, host, host and disk, host and a remote store, compared in one run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 ARMS = ("off", "host", "host+disk", "host+remote")
 WORKLOADS = ("no-reuse", "multi-turn")
-ROOM = 1.25  # times the KV of the requests at once that the device holds where nothing is reused
-SPARE_BLOCKS = 4  # of a device pool, beyond what the share gives
+ROOM = 1.25  # device pool in no-reuse: ratio to the KV of all concurrent requests
+SPARE_BLOCKS = 4  # added to the computed size of a device pool
 DISK_SPARE = 512 << 20
 SALT = "spill-bench-"
 
@@ -46,8 +46,8 @@ def _share(_ctx: click.Context, param: click.Parameter, value: str) -> float:
 
 
 def size_later(flags: dict[str, Any], given: dict[str, Any]) -> None:
-    """Let a size stand in for tiers that were not given, until the workload sizes them, so that flags which need a tier
-    are not refused."""
+    """Set a provisional size for tiers that were not given, until the workload determines them, so that flags which
+    need a tier are not refused."""
     given["host_given"] = flags["host_memory"] is not None or flags["kv_offloading_size"] is not None
     for name in ("num_gpu_blocks_override", "gpu_memory"):
         if flags[name] is not None:
@@ -62,22 +62,22 @@ def size_later(flags: dict[str, Any], given: dict[str, Any]) -> None:
               metavar=f"[{'|'.join(ARMS)}],...", help="Configurations to compare; the first is the baseline.")
 @click.option("--workload", default=",".join(WORKLOADS), show_default=True,
               callback=comma_list(click.Choice(WORKLOADS)), metavar=f"[{'|'.join(WORKLOADS)}],...",
-              help="Prompts that never come again, chats that go on, or both.")
-@click.option("--num-prompts", default=4, show_default=True, help="no-reuse: requests, all sent at once.")
+              help="Prompts that are never repeated, continuing chats, or both.")
+@click.option("--num-prompts", default=4, show_default=True, help="no-reuse: number of requests, all sent at once.")
 @click.option("--input-len", default=256, show_default=True, help="no-reuse: prompt tokens.")
 @click.option("--output-len", default=64, show_default=True, help="no-reuse: output tokens.")
 @click.option("--repeats", default=4, show_default=True,
               help="no-reuse: repeats of each arm, in alternating order; two make one pair for the confidence "
                    "interval.")
 @click.option("--conversations", default=12, show_default=True, help="multi-turn: number of chats.")
-@click.option("--rounds", default=8, show_default=True, help="multi-turn: questions to each chat.")
-@click.option("--prefix-len", default=1024, show_default=True, help="multi-turn: tokens that each chat begins with.")
+@click.option("--rounds", default=8, show_default=True, help="multi-turn: questions per chat.")
+@click.option("--prefix-len", default=1024, show_default=True, help="multi-turn: tokens at the beginning of each chat.")
 @click.option("--question-len", default=16, show_default=True, help="multi-turn: tokens of a question.")
 @click.option("--answer-len", default=4, show_default=True, help="multi-turn: tokens of an answer.")
 @click.option("--pool-share", default="10%", show_default=True, callback=_share, metavar="SHARE",
               help="multi-turn: fraction of all chats' KV that the device holds.")
 @click.option("--host-share", default="30%", show_default=True, callback=_share, metavar="SHARE",
-              help="multi-turn: fraction of all chats' KV that host memory holds where there is a tier below it.")
+              help="multi-turn: fraction of all chats' KV that host memory holds if there is a tier below it.")
 @click.option("--off-rounds", default=2, show_default=True,
               help="multi-turn: rounds of the baseline, which computes every prompt again.")
 @click.option("--output-json", default=None, metavar="FILE", help="Write all measurements to a JSON file, repeats "
@@ -85,11 +85,11 @@ def size_later(flags: dict[str, Any], given: dict[str, Any]) -> None:
 @engine_options(complete=size_later)
 def tiers(config: EngineConfig, arms: tuple[str, ...], workload: tuple[str, ...], output_json: str | None,
           **options: Any) -> None:
-    """Compare KV tiers: what they cost where nothing is reused, what they save where everything is.
+    """Compare KV tiers: their cost where nothing is reused, and their gain where everything is.
 
-    Arms take turns in one run, all on the same prompts, and must give the same greedy tokens (exit code 1 if not).
-    Tiers are sized from the workload unless --host-memory, --disk or --remote are given; a Valkey or Redis server is
-    started for the run if one is installed.
+    The configurations take turns in one run, all on the same prompts, and must produce the same greedy tokens (exit
+    code 1 if not). Tiers are sized from the workload unless --host-memory, --disk or --remote are given; a Valkey or
+    Redis server is started for the run if one is installed.
 
     \b
     Examples:
@@ -116,7 +116,7 @@ def tiers(config: EngineConfig, arms: tuple[str, ...], workload: tuple[str, ...]
     results: list[dict[str, Any]] = []
     setup = Setup(dataclasses.replace(config, skip_tokenizer_init=True), arms, limits, options["host_given"])
     sizes = None
-    if "multi-turn" in workload:  # refused before anything is run, if at all
+    if "multi-turn" in workload:  # its sizes are checked before anything is run
         sizes = _Sizes.of(setup, chats, options["pool_share"], options["host_share"])
     if "no-reuse" in workload:
         results += _no_reuse(console, setup, random, agreement, options["repeats"])
@@ -129,7 +129,7 @@ def tiers(config: EngineConfig, arms: tuple[str, ...], workload: tuple[str, ...]
 
 
 class Setup:
-    """The maker of the arms of a comparison: engines alike in everything but where their KV may go."""
+    """A factory for the arms of a comparison: engines that differ only in their KV tiers."""
 
     def __init__(self, config: EngineConfig, names: Sequence[str], limits: RooflineLimits, host_given: bool) -> None:
         import secrets
@@ -138,11 +138,11 @@ class Setup:
         self._names = names
         self._limits = limits
         self._host_given = host_given
-        self._salt = SALT + secrets.token_hex(8)  # a store that others use may hold the same prompts from another run
+        self._salt = SALT + secrets.token_hex(8)  # a store that others use may contain the same prompts of another run
         self._links: dict[str, tuple[float, float]] = {}
 
     def plan(self, tokens: int) -> PlannedModel:
-        """Plan for sequences of n tokens."""
+        """Plan for sequences of `tokens` tokens."""
         from spillover.cli.loading import look_at
 
         config = bare(self._config)
@@ -153,9 +153,9 @@ class Setup:
 
     def arms(self, pool_blocks: int, tokens: int, host_blocks: int, host_blocks_above: int, stored_blocks: int,
              stack: ExitStack) -> tuple[list[Arm], bool]:
-        """Return the arms, and whether memory holds all at once. `host_blocks`: of a host tier alone;
-        `host_blocks_above`: of one with a tier below it; `stored_blocks`: that may ever be written down. What is
-        started or written for the arms ends with `stack`."""
+        """Return the arms, and whether memory holds all at once. `host_blocks`: size of a host tier alone;
+        `host_blocks_above`: of one with a tier below it; `stored_blocks`: maximum number of blocks written to a lower
+        tier. Processes and files made for the arms are removed when `stack` is closed."""
         from spillover.bench.tiers import Arm
         from spillover.cli.loading import look_at
         from spillover.plan.hardware import probe
@@ -213,7 +213,7 @@ class Setup:
 
 
 def bare(config: EngineConfig) -> EngineConfig:
-    """Return the flags without any tier below the device, nor what only they read."""
+    """Return the flags without any tier below the device, and without options that apply only to such tiers."""
     default = EngineConfig()
     return dataclasses.replace(config, host_memory=None, host_pool=None, disk=(), remote=None,
                                spill=default.spill, restore=default.restore, spill_dtype=default.spill_dtype,
@@ -221,8 +221,8 @@ def bare(config: EngineConfig) -> EngineConfig:
 
 
 def fresh_disk(config: EngineConfig, stack: ExitStack, size: int | None = None) -> str:
-    """Make a folder for KV, which is removed at the end: in the one that was given, as large as that may be, or else
-    where temporary files go."""
+    """Make a temporary folder for KV, removed when `stack` is closed: in the given --disk folder with its size, or else
+    in the folder of temporary files."""
     import tempfile
 
     from spillover.memory.budgets import parse_disk
@@ -258,12 +258,12 @@ def _no_reuse(console: Console, setup: Setup, workload: SyntheticWorkload, agree
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Blocks of a multi-turn run."""
+    """Numbers of blocks in a multi-turn run."""
 
-    whole: int  # that all chats take at their end
+    whole: int  # of all chats at their end
     pool: int  # of the device
     host_alone: int
-    host_above: int  # where another tier lies below
+    host_above: int  # of the host tier if there is a tier below it
 
     @classmethod
     def of(cls, setup: Setup, workload: Conversations, pool_share: float, host_share: float) -> _Sizes:
@@ -295,7 +295,7 @@ def _multi_turn(console: Console, setup: Setup, workload: Conversations, sizes: 
 
 
 def _blocks(planned: PlannedModel, tokens: int) -> int:
-    """Return the blocks that a sequence takes, all layer groups together."""
+    """Return the number of blocks of a sequence, over all layer groups."""
     return -(-tokens // planned.plan.block_size) * len(planned.plan.windows)
 
 

@@ -1,4 +1,4 @@
-"""`spill bench workload`: what a workload would ask of a server, without asking it."""
+"""`spill bench workload`: statistics of a workload, without running it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spillover.errors import SpilloverError
 
 @click.command()
 @click.option("--base-url", default=None, metavar="URL",
-              help="Server whose tokenizer and context length to use; nothing else is asked of it.")
+              help="Server whose tokenizer and context length to use; it gets no other requests.")
 @click.option("--max-model-len", type=int, default=None, help="Maximum length of prompt plus output in tokens, if "
                                                               "there is no server.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -22,8 +22,8 @@ from spillover.errors import SpilloverError
 def workload(workload: WorkloadOptions, base_url: str | None, max_model_len: int | None, as_json: bool) -> None:
     """Show lengths, prefix sharing and working set of a workload.
 
-    Conversations and prompts in text are counted with --tokenizer or by the server at --base-url, and guessed from
-    their characters without.
+    Text prompts and conversations are tokenised with --tokenizer or by the server at --base-url; otherwise their
+    lengths are estimated from their characters.
 
     \b
     Examples:

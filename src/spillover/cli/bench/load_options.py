@@ -1,4 +1,4 @@
-"""What `spill bench serve` and `spill bench sweep` share: which server, and how it is spoken to."""
+"""Options shared by `spill bench serve` and `spill bench sweep`: the server, and how to talk to it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from spillover.bench.serving.serve_request import ServeWorkload
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-LINE_SECONDS = 10.0  # between two lines about a wait, where there is no terminal
+LINE_SECONDS = 10.0  # seconds between two progress lines where there is no terminal
 
 
 class Rate(click.ParamType[float]):
-    """Requests a second, or inf."""
+    """Requests per second, or inf."""
 
     name = "RATE"
 
@@ -40,7 +40,7 @@ class Rate(click.ParamType[float]):
 
 
 class SeveralValues(click.Command):
-    """An option that may be repeated and takes several values after its name, as in `--goodput ttft:500 tpot:50`."""
+    """A command whose repeatable options accept several values after the name, as in `--goodput ttft:500 tpot:50`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         repeated = {name for param in self.params if isinstance(param, click.Option) and param.multiple
@@ -58,7 +58,7 @@ class SeveralValues(click.Command):
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Which server, and how."""
+    """The options of the server and the client."""
 
     base_url: str
     backend: str
@@ -67,7 +67,7 @@ class ServerOptions:
     api_key: str | None
     headers: tuple[tuple[str, str], ...]
     insecure: bool
-    ready_seconds: float | None  # None: as server_facts has it
+    ready_seconds: float | None  # None for the defaults of server_facts
     extra_body: dict[str, Any]
     ignore_eos: bool | None
     return_token_ids: bool
@@ -113,8 +113,8 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--num-warmups", default=1, show_default=True,
                  help="Number of requests sent before the run and not measured."),
     click.option("--ignore-eos/--no-ignore-eos", default=None,
-                 help="Ignore the end-of-sequence token, so that answers have exactly the length asked for. [default: "
-                      "as the workload says]"),
+                 help="Ignore the end-of-sequence token, so that answers have exactly the requested length. [default: "
+                      "set by the workload]"),
     click.option("--return-token-ids", is_flag=True,
                  help="Ask for the ids of each chunk, which counts its tokens exactly (spillover, vLLM)."),
     click.option("--logprobs", type=int, default=None, help="Ask for the log probabilities of this many alternatives "
@@ -130,7 +130,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
 
 
 def server_options(command: Command) -> Command:
-    """Add options; the command receives one `server: ServerOptions`."""
+    """Add the server options to a command; it receives them as `server: ServerOptions`."""
 
     @functools.wraps(command)
     def with_server(**given: Any) -> Any:
@@ -144,7 +144,7 @@ def server_options(command: Command) -> Command:
 
 
 def prepare(server: ServerOptions, workload: WorkloadOptions) -> tuple[LoadOptions, ServeWorkload]:
-    """Wait for the server, ask for its model and make the workload for it."""
+    """Wait for the server, query its model and make the workload for it."""
     from spillover.bench.serving import server_facts
     from spillover.bench.workloads.make_workload import make_workload
     from spillover.bench.workloads.workload_text import as_text
@@ -162,7 +162,7 @@ def prepare(server: ServerOptions, workload: WorkloadOptions) -> tuple[LoadOptio
 
 @contextlib.contextmanager
 def waiting_line() -> Iterator[Callable[[str], None]]:
-    """Give who shows what is waited for on stderr: one line that changes at a terminal, else a line in ten seconds."""
+    """Yield a function that shows progress on stderr: one updated line on a terminal, else a line every ten seconds."""
     terminal, last = sys.stderr.isatty(), -math.inf
 
     def say(text: str) -> None:
@@ -183,7 +183,7 @@ def waiting_line() -> Iterator[Callable[[str], None]]:
 
 
 def warm_up(made: ServeWorkload, options: LoadOptions, count: int) -> None:
-    """Send prompts of the warm-up's own, at most as many at once as will be measured."""
+    """Send prompts of the warm-up, with at most the concurrency of the measurement."""
     from dataclasses import replace
 
     from spillover.bench.serving.load_processes import run_load

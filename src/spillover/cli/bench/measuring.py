@@ -1,4 +1,4 @@
-"""What the bench commands share: where they print, the limits they measure, and the files they write."""
+"""Functions shared by the bench commands: the console, the measured limits, and result files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODES_NOTE = ("Weights stay in their file's codes: bytes are those of codes, and
 
 
 def make_console() -> Console:
-    """Make a console. A pipe has no width of its own: tables get room enough not to be cut."""
+    """Make a console. Output to a pipe has no width, and gets one that does not truncate tables."""
     from rich.console import Console
 
     console = Console()
@@ -31,7 +31,7 @@ def make_console() -> Console:
 
 
 def measure_limits(planned: PlannedModel, console: Console) -> RooflineLimits:
-    """Measure the machine once a command, before anything is loaded, so that every row is held to the same rates."""
+    """Measure the machine once per command, before anything is loaded, so that all rows have the same limits."""
     from spillover.bench.report import print_limits
     from spillover.cli.bench.targets import RooflineLimits
     from spillover.cli.loading import timed_rates
@@ -47,7 +47,7 @@ def measure_limits(planned: PlannedModel, console: Console) -> RooflineLimits:
 
 
 def make_vocabulary(planned: PlannedModel) -> Vocabulary:
-    """Return the tokens for random prompts, without special ones where the model's tokenizer names them."""
+    """Return the tokens for random prompts, without special ones if the model's tokenizer is available."""
     from spillover.bench.workloads.workloads import Vocabulary
     from spillover.errors import CheckpointError
     from spillover.models.tokenizer import load_tokenizer
@@ -61,7 +61,7 @@ def make_vocabulary(planned: PlannedModel) -> Vocabulary:
 
 def write_results(path: str | None, config: EngineConfig, results: list[dict[str, Any]],
                   extra: dict[str, Any] | None = None) -> None:
-    """Write results as JSON. `extra`: what belongs to no single result."""
+    """Write results as JSON. `extra`: entries that belong to no single result."""
     if path is None:
         return
     import dataclasses

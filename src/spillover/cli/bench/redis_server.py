@@ -1,4 +1,4 @@
-"""A Valkey or Redis server of one's own for the length of a measurement, and how fast such a server is."""
+"""A temporary Valkey or Redis server for a measurement, and the speed of such a server."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from spillover.errors import SpilloverError
 BINARIES = ("valkey-server", "redis-server")
 START_SECONDS = 10.0
 STOP_SECONDS = 5.0
-RATE_BLOCKS = 8  # that a link is timed on, and ...
-RATE_PASSES = 3  # ... how often
+RATE_BLOCKS = 8  # number of blocks with which a link is timed
+RATE_PASSES = 3  # number of timings, of which the best counts
 
 
 def find_server() -> str | None:
@@ -27,7 +27,7 @@ def find_server() -> str | None:
 
 @contextmanager
 def run_server(binary: str, max_bytes: int) -> Iterator[str]:
-    """Run a server and yield its address; it keeps data in memory only and drops the oldest when full."""
+    """Run a server and yield its address; it keeps data only in memory and evicts the least recently used when full."""
     with tempfile.TemporaryDirectory(prefix="spill-") as folder:
         path = Path(folder) / "server.sock"
         process = subprocess.Popen(
@@ -46,7 +46,7 @@ def run_server(binary: str, max_bytes: int) -> Iterator[str]:
 
 
 def measure_remote(url: str, block_bytes: int) -> tuple[float, float]:
-    """Return the bytes a second to a server and from it, several blocks on one connection at a time."""
+    """Return the bytes per second to and from a server, with several blocks on one connection."""
     import redis
 
     client = redis.Redis.from_url(url, socket_timeout=START_SECONDS)

@@ -1,4 +1,4 @@
-"""The engine as the benchmarks see it."""
+"""The engine as a target of the benchmarks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from spillover.plan.rates import Rates
 from spillover.plan.roofline import Roofline
 
 CALIBRATION_SECONDS = 1.0  # time to measure rates between two iterations
-SETTLE_SECONDS = 0.1  # OpenMP threads that took part spin for a while, on cores that the engine's threads want
+SETTLE_SECONDS = 0.1  # OpenMP threads spin for a while after use, on cores that the engine's threads need
 
 
 class RooflineLimits:
-    """Limits by `plan.roofline`, in the benchmarks' terms."""
+    """Limits by `plan.roofline`, as an implementation of the benchmarks' protocol."""
 
     def __init__(self, roofline: Roofline) -> None:
         self._roofline = roofline
@@ -50,7 +50,7 @@ class RooflineLimits:
 class EngineTarget:
     def __init__(self, llm: LLM, limits: Limits | None = None, temperature: float = 0.0, detokenize: bool = True,
                  cache_salt: str | None = None, links: Mapping[str, tuple[float, float]] | None = None) -> None:
-        """Wrap an engine. `links`: bytes a second (to, from) tiers whose link the engine does not measure itself."""
+        """Wrap an engine. `links`: bytes per second (to, from) of tiers whose link the engine does not time."""
         self._llm = llm
         self._cache_salt = cache_salt
         self._links = links or {}

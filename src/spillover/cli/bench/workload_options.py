@@ -1,4 +1,4 @@
-"""A workload's flags as command-line options, made from `WorkloadOptions` so that no flag is described twice."""
+"""A workload's flags as command-line options, made from `WorkloadOptions` so that no flag is defined twice."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _TYPES: dict[type, click.ParamType[Any]] = {int: click.INT, float: click.FLOAT, str: click.STRING}
 
 
-# Other names of vLLM's for the same flag.
+# vLLM's other names for the same flags.
 _ALIASES = {"dataset_path": ("--dataset",), "random_prefix_len": ("--prefix-len",)}
 
 
 def workload_options(of_engine: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:
-    """Give a command every workload flag; it receives one `workload: WorkloadOptions`. `of_engine`: flags that the
-    command has as the engine's, whose values are the workload's as well."""
+    """Add all workload flags to a command, which receives them as `workload: WorkloadOptions`. `of_engine`: flags that
+    the command already has for the engine, whose values apply to the workload too."""
     own = [name for name in names() if name not in of_engine]
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def with_workload(**given: Any) -> Any:
-            # On the command line None is "not given", so that it can be told from "given as its default".
+            # On the command line None means "not given", which differs from "given as its default".
             flags = {name: given.pop(name) for name in own} | {name: given[name] for name in of_engine}
             return command(workload=WorkloadOptions.from_mapping(flags, defaults), **given)
 
@@ -49,7 +49,7 @@ def workload_options(of_engine: Sequence[str] = (), **defaults: Any) -> Callable
 
 def ask_server(workload: WorkloadOptions, base_url: str, model: str | None = None, api_key: str | None = None,
                headers: Mapping[str, str] | None = None, insecure: bool = False) -> ServedModel:
-    """Return the model behind the server, with the tokenizer of --tokenizer where that is given."""
+    """Return the model behind the server, with the tokenizer of --tokenizer if that is given."""
     from spillover.bench.serving.served_model import ServedModel
 
     return ServedModel.ask(base_url, model, api_key, open_tokenizer(workload.tokenizer), headers, insecure)
@@ -60,7 +60,7 @@ def open_tokenizer(path: str | None) -> TextTokenizer | None:
 
 
 class LocalTokenizer:
-    """A model folder's or GGUF file's, as the benchmarks see it."""
+    """The tokenizer of a model folder or GGUF file, as the benchmarks use it."""
 
     def __init__(self, path: str) -> None:
         from spillover.models.tokenizer import load_tokenizer

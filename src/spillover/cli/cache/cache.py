@@ -1,4 +1,4 @@
-"""`spill cache`: looks after the KV on a disk tier and in a shared pool."""
+"""`spill cache`: inspects and maintains the KV on a disk tier and in a shared pool."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from spillover.cli.cache.cache_warm import warm
 from spillover.errors import SpilloverError
 from spillover.units import format_bytes, parse_bytes, parse_seconds
 
-DAMAGED = 1  # exit code of `verify` that found something
+DAMAGED = 1  # exit code of `verify` if it finds damage
 
 
 @click.group()
 def cache() -> None:
-    """Inspect, check and prune the KV of a disk tier or of a shared pool.
+    """Inspect, verify and prune the KV of a disk tier or of a shared pool.
 
     \b
     Examples:
@@ -37,7 +37,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead
 @click.argument("path")
 @_JSON
 def ls(path: str, as_json: bool) -> None:
-    """Show what a disk tier or a shared pool holds: a row for each model, type and layout. Reads only; servers may be
+    """Show the contents of a disk tier or a shared pool: one row per model, type and layout. Reads only; servers may be
     using it. PATH is a folder, or the socket of `spill pool serve`; auto is the pool of --host-pool auto.
 
     \b
@@ -78,11 +78,11 @@ def ls(path: str, as_json: bool) -> None:
 
 @cache.command()
 @click.argument("path")
-@click.option("--identity", default=None, help="Check only this cache, by its identity in `ls` or the beginning of it.")
-@click.option("--kv-store-key-file", default=None, metavar="FILE", help="The key that the blocks were written with.")
+@click.option("--identity", default=None, help="Check only this cache, by its identity in `ls` or a prefix of it.")
+@click.option("--kv-store-key-file", default=None, metavar="FILE", help="Key with which the blocks were written.")
 @_JSON
 def verify(path: str, identity: str | None, kv_store_key_file: str | None, as_json: bool) -> None:
-    """Read every block and compare checksums. Exits with 1 and names each record that does not match its checksum and
+    """Read every block and compare checksums. Exits with 1 and lists each record that does not match its checksum and
     each segment file that cannot be read.
 
     Reads only; a server may be using the folder, and never loads a damaged block anyway.
@@ -101,7 +101,7 @@ def verify(path: str, identity: str | None, kv_store_key_file: str | None, as_js
     with stages() as show:
         for progress in check(_folder(path), identity, read_seal(kv_store_key_file)):
             checked, nbytes = progress.checked, progress.nbytes
-            if checked:  # an unreadable segment comes before any record
+            if checked:  # an unreadable segment is reported before any record
                 show("Verifying", nbytes, nbytes * progress.total // checked)
             if progress.bad is not None:
                 bad.append(progress.bad)
@@ -121,15 +121,15 @@ def verify(path: str, identity: str | None, kv_store_key_file: str | None, as_js
 
 @cache.command()
 @click.argument("path")
-@click.option("--size", default=None, metavar="SIZE", help="Drop the least recently used blocks until this size is "
-                                                           "left.")
+@click.option("--size", default=None, metavar="SIZE", help="Drop the least recently used blocks down to this total "
+                                                           "size.")
 @click.option("--older-than", default=None, metavar="TIME", help="Drop blocks not used for this long, e.g. 7d.")
 @click.option("--identity", default=None, help="Prune only this cache, by its identity in `ls`; without --size and "
                                                "--older-than, drop all of it.")
 @_JSON
 def prune(path: str, size: str | None, older_than: str | None, identity: str | None, as_json: bool) -> None:
-    """Drop blocks and give their space back to the disk. Refused while a server uses the folder. Of a shared pool
-    (its socket, or auto), which servers may be using, the room is for other blocks.
+    """Drop blocks and return their space to the disk. Refused while a server uses the folder. In a shared pool (its
+    socket, or auto), which servers may be using, the space is for other blocks.
 
     \b
     Examples:
@@ -156,7 +156,7 @@ def prune(path: str, size: str | None, older_than: str | None, identity: str | N
 
 
 def _folder(text: str) -> Path:
-    """Return a folder, also as `--disk` has it with its size behind it."""
+    """Return a folder, given as a path or as PATH:SIZE as for `--disk`."""
     path = Path(text).expanduser()
     if not path.exists() and ":" in text:
         from spillover.memory.budgets import parse_disk

@@ -1,4 +1,4 @@
-"""What `spill cache` does with a shared pool, by asking its owner."""
+"""The part of `spill cache` for a shared pool, which queries the pool's owner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def pool_socket(text: str) -> Path | None:
-    """Return the socket of a pool's owner that was named instead of a folder; None: it is a folder."""
+    """Return the socket of a pool's owner; None if the text names a folder."""
     from spillover.memory.shared_pool.wire import socket_path
 
     path = Path(text).expanduser()
@@ -26,7 +26,7 @@ def pool_socket(text: str) -> Path | None:
 
 
 def show_pool(path: Path, as_json: bool) -> None:
-    """Print what a pool holds."""
+    """Print the contents of a pool."""
     from rich.console import Console
     from rich.table import Table
 
@@ -85,7 +85,7 @@ def prune_pool(path: Path, size: int | None, older_than: float | None, identity:
 
 
 def kind(about: dict[str, str]) -> str:
-    """Return the types of a cache, as its description has them."""
+    """Return the data types of a cache according to its description."""
     stored = next((about[name] for name in ("spill_dtype", "kv_cache_dtype") if about.get(name, "auto") != "auto"), "")
     return f"{about.get('dtype', '?')}{', ' + stored if stored else ''}"
 

@@ -1,4 +1,4 @@
-"""`spill cache warm`: computes the KV of prompts ahead of time and leaves it on disk."""
+"""`spill cache warm`: computes the KV of prompts ahead of time and stores it on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spillover.engine.llm import LLM
     from spillover.memory.spill.report import TierReport
 
-WRITE_SECONDS = 600.0  # most time for what is still on its way to the disk when all is computed
+WRITE_SECONDS = 600.0  # maximum time for pending writes after everything is computed
 
 
 def _onto_disk(flags: dict[str, Any], given: dict[str, Any]) -> None:
@@ -38,9 +38,9 @@ def _onto_disk(flags: dict[str, Any], given: dict[str, Any]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a sentence.")
 @engine_options(complete=_onto_disk)
 def warm(config: EngineConfig, place: str, prompts: str, as_json: bool) -> None:
-    """Compute the KV of prompts and leave it on disk.
+    """Compute the KV of prompts and store it on disk.
 
-    A server of the same model, started with the same --disk PATH:SIZE, finds it there. Only whole blocks are kept.
+    A server of the same model, started with the same --disk PATH:SIZE, finds it there. Only whole blocks are stored.
 
     \b
     Example:
@@ -68,16 +68,16 @@ class Warmed:
     prompts: int
     tokens: int  # prompt tokens
     computed: int
-    found: int  # in the cache already
+    found: int  # already in the cache
     blocks_written: int
     bytes_written: int
-    blocks: int  # on the disk now, of this model
-    block_tokens: int  # tokens that the blocks hold
+    blocks: int  # blocks of this model now on disk
+    block_tokens: int  # tokens in those blocks
     failures: int
 
 
 def read_prompts(lines: Iterable[str]) -> list[Any]:
-    """Read texts, {"messages": ...}, or what LLM.generate takes otherwise; a line that is none of it is named."""
+    """Read texts, {"messages": ...}, or other prompts that LLM.generate accepts; refuse other lines by number."""
     prompts: list[Any] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

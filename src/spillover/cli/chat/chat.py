@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spillover.engine.output.outputs import RequestOutput
 
 
-FALLBACK = {"temperature": 0.7, "top_p": 0.95}  # where neither the person nor the model says how to sample
+FALLBACK = {"temperature": 0.7, "top_p": 0.95}  # sampling if neither the user nor the model sets it
 
 
 @click.command()
@@ -32,8 +32,8 @@ FALLBACK = {"temperature": 0.7, "top_p": 0.95}  # where neither the person nor t
 def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None, by_line: bool) -> None:
     """Talk to a model in the terminal.
 
-    /help lists the commands of a conversation (/save, /load, /set, /retry and others). Ctrl-C stops an answer. What is
-    piped in is one message, or with --line one message per line.
+    /help lists the commands of a conversation (/save, /load, /set, /retry and others). Ctrl-C stops an answer. Piped
+    input is one message, or with --line one message per line.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None, by_
     typed = sys.stdin.isatty()
     if by_line and typed:
         raise SpilloverError("--line is for piped input, as in: spill chat --line < messages.txt")
-    SamplingParams(**sampling)  # refuses what is out of range before the model is loaded
+    SamplingParams(**sampling)  # refuses values out of range before the model is loaded
     message = "" if typed or by_line else sys.stdin.read().strip()
     if not (typed or by_line or message):
         raise SpilloverError('nothing was piped in; as in: echo "Hello" | spill chat')
@@ -73,8 +73,8 @@ def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None, by_
 
 @contextlib.contextmanager
 def answering() -> Iterator[Callable[[], bool]]:
-    """Hide keys while an answer is written, and let Ctrl-C ask for its end, so that a step is never cut in half. A
-    second Ctrl-C is raised as usual."""
+    """Hide keys while an answer is written, and turn Ctrl-C into a stop request, so that a step is never interrupted. A
+    second Ctrl-C raises KeyboardInterrupt."""
     from spillover.cli.chat.terminal import keys_unseen
 
     interrupted = threading.Event()

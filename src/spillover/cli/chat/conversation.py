@@ -1,4 +1,4 @@
-"""A conversation with a model: its history, and the commands that change it. Knows no terminal."""
+"""A conversation with a model: its history, and the commands that change it. Independent of the terminal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/help": "list these commands",
-    "/system TEXT": "set the instructions, and begin anew; without TEXT, without any",
+    "/system TEXT": "set the system prompt and start a new conversation; without TEXT, remove it",
     "/set NAME VALUE": "set a sampling parameter, such as temperature 0 or max_tokens 200; without NAME, show all",
     "/retry": "answer the last message again",
     "/undo": "forget the last message and its answer",
     "/clear": "forget the conversation",
     "/save FILE": "write the conversation to a JSON file",
-    "/load FILE": "go on with a conversation from such a file",
+    "/load FILE": "continue a conversation from such a file",
     "/exit": "leave, as Ctrl-D does",
 }
 ALIASES = {"/quit": "/exit", "/reset": "/clear", "/?": "/help", "/bye": "/exit"}
@@ -35,10 +35,10 @@ SETTABLE = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p"
 
 
 class Conversation:
-    """The history, and what each message typed does to it.
+    """A conversation: its history, and the handling of each typed message.
 
-    `write` gets an answer as it grows, `notice` sentences for the person, `refuse` what could not be done; `quiet`
-    surrounds an answer and gives whether to stop; `ended` is told of each answer and the seconds it took.
+    `write` gets pieces of an answer, `notice` messages for the user, `refuse` errors; `quiet` is a context manager
+    around an answer that yields whether to stop; `ended` gets each answer and its seconds.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None, *,
@@ -53,7 +53,7 @@ class Conversation:
         self.history: list[dict[str, str]] = []
 
     def run(self, messages: Iterable[str]) -> None:
-        """Run lines until they end or one is /exit. What cannot be done is told, and the conversation goes on."""
+        """Handle messages until they end or one is /exit. Errors are reported, and the conversation continues."""
         for message in messages:
             try:
                 if message.lstrip().startswith("/"):
@@ -65,7 +65,7 @@ class Conversation:
                 self._refuse(str(error))
 
     def ask(self, message: str) -> None:
-        """Answer one message. SpilloverError: it cannot be; the history is as before."""
+        """Answer one message; if that fails, raise SpilloverError and leave the history unchanged."""
         self.history.append({"role": "user", "content": message})
         try:
             self._answer()
@@ -85,13 +85,13 @@ class Conversation:
                 if stopped():
                     break
         self._write("\n")
-        # A stopped answer stays in the history as far as it got: the person has read it.
+        # A stopped answer stays in the history as far as it got, as the user has seen it.
         self.history.append({"role": "assistant", "content": text})
         if last is not None:
             self._ended(last, time.perf_counter() - start)
 
     def _obey(self, command: str, rest: str) -> bool:
-        """Return whether the conversation goes on."""
+        """Run a command; return whether the conversation continues."""
         rest = rest.strip()
         match ALIASES.get(command, command):
             case "/exit":
@@ -126,7 +126,7 @@ class Conversation:
         return True
 
     def _take_back(self) -> str:
-        """Drop the last message and its answer; the message."""
+        """Remove the last message and its answer; return the message."""
         asked = next((place for place in reversed(range(len(self.history)))
                       if self.history[place]["role"] == "user"), None)
         if asked is None:

@@ -1,4 +1,4 @@
-"""The terminal of a conversation: messages typed with line editing, answers wrapped at words, keys kept in between."""
+"""Terminal handling of a conversation: line editing of messages, word wrap of answers, keys typed during an answer."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator
 
-FENCE = "```"  # code between two of these is not wrapped, so that it can be copied
+FENCE = "```"  # code between two fences is not wrapped, so that it can be copied
 
 
 class LeaveError(Exception):
-    """Ctrl-C was pressed twice in a row at the prompt."""
+    """Raised if Ctrl-C was pressed twice in a row at the prompt."""
 
 
 def typed_messages(notice: Callable[[str], None]) -> Iterator[str]:
-    """Yield what is typed until Ctrl-D. Ctrl-C clears the line; a second one in a row raises LeaveError."""
+    """Yield typed messages until Ctrl-D. Ctrl-C clears the line; a second one in a row raises LeaveError."""
     _bind_keys()
     warned = False
     while True:
@@ -36,7 +36,7 @@ def typed_messages(notice: Callable[[str], None]) -> Iterator[str]:
 
 
 def _message() -> str:
-    r"""Return a message: a line, several that end in \ but the last, or a block between lines of triple quotes."""
+    r"""Return a message: a line, several lines joined by \ at their ends, or a block between lines of triple quotes."""
     line = input("> ")
     if line.lstrip().startswith('"""'):
         first, closed, _ = line.lstrip()[3:].partition('"""')
@@ -54,7 +54,7 @@ def _message() -> str:
 
 def _bind_keys() -> None:
     with contextlib.suppress(ImportError):
-        import readline  # importing it gives input() editing and a history
+        import readline  # importing it enables editing and history for input()
 
         if "libedit" not in (readline.__doc__ or ""):
             readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')  # Alt-Enter: a new line within the message
@@ -87,16 +87,16 @@ def terminal_width() -> int:
 
 
 class WordWrap:
-    """A writer of text that comes in pieces; a word that would cross the right edge goes to the next line as a whole.
+    """A writer of streamed text that wraps at words: a word that would cross the right edge moves to the next line.
 
-    A word is held back until it ends, so a text ends with a line break."""
+    A word is held back until it ends, so a text should end with a line break."""
 
     def __init__(self, write: Callable[[str], None], width: Callable[[], int] = terminal_width) -> None:
         self._write = write
         self._width = width
         self._column = 0
-        self._spaces = ""  # not yet written: dropped where the line breaks
-        self._word = ""  # as far as it has come
+        self._spaces = ""  # not yet written; dropped at a line break
+        self._word = ""  # the received part of the current word
         self._code = False
 
     def write(self, text: str) -> None:
@@ -112,7 +112,7 @@ class WordWrap:
         if self._code and not (self._column == 0 and (self._word + character) in FENCE):
             out = self._word + character
             self._word = ""
-            self._column += 1  # only whether the line has begun matters
+            self._column += 1  # here only whether it is 0 matters
             return out
         if character.isspace():
             out = self._take_word()
@@ -127,12 +127,12 @@ class WordWrap:
             self._code = not self._code
             self._word, self._column = "", len(FENCE)
             return FENCE
-        if len(self._word) >= self._width():  # no line holds it
+        if len(self._word) >= self._width():  # longer than a line
             out += self._take_word()
         return out
 
     def _take_word(self) -> str:
-        """Return the word that has ended, after the spaces before it, or after a line break in their place."""
+        """Return the current word, preceded by its spaces, or by a line break if it does not fit."""
         if not self._word:
             return ""
         word, spaces = self._word, self._spaces
@@ -147,7 +147,7 @@ class WordWrap:
 
 
 def _columns(character: str) -> int:
-    """Return the columns that a character takes on a terminal."""
+    """Return the number of terminal columns of a character."""
     if unicodedata.combining(character) or unicodedata.category(character) in ("Cf", "Mn", "Me"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1

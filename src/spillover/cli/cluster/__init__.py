@@ -1,1 +1,1 @@
-"""Commands that make several servers one."""
+"""Commands that combine several servers."""

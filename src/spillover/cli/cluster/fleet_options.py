@@ -1,4 +1,4 @@
-"""Options of `spill serve` that say how many servers there are, and where they run."""
+"""Options of `spill serve` for the number of servers and where they run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NAMES = ("replicas", "min_replicas", "max_replicas", "target_backlog_seconds", 
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """How many servers, and where."""
+    """The number of servers, and where they run."""
 
-    replicas: int  # at the start
+    replicas: int  # number at the start
     least: int
     most: int
     target_backlog_seconds: float = 2.0
     scale_down_seconds: float = 120.0
     ray: bool = False
     ray_address: str | None = None
-    ray_resources: dict[str, float] | None = None  # of each replica; None: by the engine's flags
+    ray_resources: dict[str, float] | None = None  # per replica; None to derive them from the engine's flags
     ray_placement_seconds: float = 60.0
 
     @property
@@ -35,38 +35,38 @@ class FleetOptions:
 
 
 def fleet_options(command: Any) -> Any:
-    """Give a command these options."""
+    """Add these options to a command."""
     for option in reversed((
             click.option("--replicas", default=None, type=click.INT, metavar="N",
                          help="Start N servers and route to them; each has the memory that the flags say, and a GPU of "
                               "its own where there are several."),
             click.option("--min-replicas", default=None, type=click.INT, metavar="N",
-                         help="Least servers to keep, with --max-replicas.  [default: --replicas, or 1]"),
+                         help="Minimum number of servers, with --max-replicas.  [default: --replicas, or 1]"),
             click.option("--max-replicas", default=None, type=click.INT, metavar="N",
-                         help="Start more servers while requests are predicted to wait, up to N, and end those that "
+                         help="Start more servers while requests are predicted to wait, up to N, and stop those that "
                               "are not needed."),
             click.option("--target-backlog-seconds", default=2.0, show_default=True,
                          type=click.FloatRange(min=0, min_open=True),
-                         help="Predicted wait of a request from which on servers are added."),
+                         help="Predicted wait of a request above which servers are added."),
             click.option("--scale-down-seconds", default=120.0, show_default=True, type=click.FloatRange(min=0),
-                         help="How long one server fewer must be enough before one is ended."),
+                         help="How long one server fewer must suffice before one is stopped."),
             click.option("--ray", is_flag=True,
                          help="Run the servers on a Ray cluster, each on a machine with the resources it needs; needs "
                               "spillover[ray]."),
             click.option("--ray-address", default=None, metavar="HOST:PORT",
                          help="Ray cluster to join.  [default: RAY_ADDRESS, this machine's, or a new one]"),
             click.option("--ray-resources", default=None, metavar="JSON",
-                         help="What each server needs of a machine, such as '{\"GPU\": 1, \"CPU\": 8}'.  [default: a "
-                              "CPU, and a GPU for each rank]"),
+                         help="Resources that each server needs, such as '{\"GPU\": 1, \"CPU\": 8}'.  [default: a CPU, "
+                              "and a GPU for each rank]"),
             click.option("--ray-placement-seconds", default=60.0, show_default=True,
                          type=click.FloatRange(min=0, min_open=True),
-                         help="How long a server may wait for a machine that has them free."))):
+                         help="How long a server may wait for a machine with these resources free."))):
         command = option(command)
     return command
 
 
 def take_fleet(options: dict[str, Any]) -> FleetOptions | None:
-    """Take these options out of the others, checked; None: one server, in this process."""
+    """Remove these options from the others and check them; None means one server, in this process."""
     taken = {name: options.pop(name) for name in _NAMES}
     replicas, least, most = (taken[name] for name in ("replicas", "min_replicas", "max_replicas"))
     if replicas is None and least is None and most is None and not taken["ray"]:

@@ -1,4 +1,4 @@
-"""Step costs of the engine, measured: prompts and decodes of several sizes, every step timed by the engine itself."""
+"""Measurement of the engine's step costs: prompts and decodes of several sizes, each step timed by the engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def measure_steps(model: str | None) -> Measured:
             llm.engine.on_step = lambda step, seconds: steps.append((step, seconds))
             llm.generate([list(vocabulary.draw(rng, prompt)) for _ in range(batch)], params, use_tqdm=False)
             llm.engine.on_step = None
-            if repeat:  # the first is for warming up
+            if repeat:  # the first round is for warm-up
                 points.extend(typical(steps))
         return Measured(fit(points), f"measured on {plan.device} just now", model or "the default model",
                         kv_bytes_per_token=plan.block_bytes // plan.block_size, block_size=plan.block_size,
@@ -51,7 +51,7 @@ def measure_steps(model: str | None) -> Measured:
 
 
 def typical(steps: list[tuple[Step, float]]) -> list[Point]:
-    """Return a point for each kind of step: the same tokens to prefill and rows to decode."""
+    """Return a point for each kind of step, which is given by its prefill tokens and decode rows."""
     from spillover.cluster.simulate.costs import Point, StepLoad
     from spillover.engine.step import Phase
 

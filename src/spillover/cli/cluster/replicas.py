@@ -1,5 +1,5 @@
-"""`spill serve --replicas N` and `--ray`: servers of this machine or of a Ray cluster, as many as are asked for or as
-the load needs, and the router before them on the asked address."""
+"""`spill serve --replicas N` and `--ray`: servers on this machine or on a Ray cluster, a fixed number or as many as the
+load needs, and the router in front of them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from spillover.cluster.owned.replicas import OwnedServer
     from spillover.server.settings import ServerSettings
 
-LEAVE_SECONDS = 5.0  # for the pool of replicas to end
+LEAVE_SECONDS = 5.0  # timeout in seconds for the pool of replicas to stop
 
 
 def check_replicas(config: EngineConfig, count: int, gpus: list[str], disaggregation: str = "never", *,
                    ray: bool = False) -> None:
-    """Refuse what `count` servers cannot share, before anything is loaded."""
+    """Refuse flags that `count` servers cannot share, before anything is loaded."""
     if config.kv_events_config is not None:
         raise SpilloverError("with --replicas the servers tell the router what they hold: leave --kv-events-config out")
     if not config.enable_prefix_caching:
@@ -51,8 +51,8 @@ def check_replicas(config: EngineConfig, count: int, gpus: list[str], disaggrega
 
 @contextlib.contextmanager
 def own_pool(config: EngineConfig, disaggregation: str, capacity: int) -> Iterator[EngineConfig]:
-    """Keep a pool for prompts that are computed apart, where no other store is named; yields the replicas' flags, with
-    which blocks leave as soon as they are computed. It ends with this process, as they do."""
+    """Run a pool for KV that is computed by other replicas, if no other store is given; yield the replicas' flags,
+    which spill blocks as soon as they are computed. The pool stops with this process, as the replicas do."""
     if disaggregation == "never":
         yield config
         return
@@ -74,7 +74,7 @@ def own_pool(config: EngineConfig, disaggregation: str, capacity: int) -> Iterat
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, folder: str = "/proc/driver/nvidia/gpus") -> list[str]:
-    """Return the GPUs that replicas may be given, by the names that CUDA_VISIBLE_DEVICES takes. Imports no torch."""
+    """Return the GPUs available to replicas, as named in CUDA_VISIBLE_DEVICES. Imports no torch."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
@@ -96,7 +96,7 @@ def replica_config(config: EngineConfig, place: int, folder: str) -> EngineConfi
 
 
 def replica_environment(config: EngineConfig, place: int, count: int, gpus: list[str]) -> dict[str, str]:
-    """Return what a replica's environment has of its own: its GPU, or its share of the cores."""
+    """Return a replica's own environment variables: its GPU, or its share of the cores."""
     if gpus and config.device != "cpu" and config.load_format != "null":
         return {"CUDA_VISIBLE_DEVICES": gpus[place % len(gpus)]}
     if "OMP_NUM_THREADS" in os.environ:
@@ -106,8 +106,7 @@ def replica_environment(config: EngineConfig, place: int, count: int, gpus: list
 
 
 def ray_resources(config: EngineConfig, fleet: FleetOptions, cluster: Mapping[str, float]) -> dict[str, float]:
-    """Return what a replica needs of a machine: as asked for, or a CPU, and where the cluster has GPUs one for each
-    rank."""
+    """Return the resources of a replica: the given ones, or one CPU, and one GPU per rank if the cluster has GPUs."""
     if fleet.ray_resources is not None:
         return fleet.ray_resources
     on_cards = config.device == "cuda" or (config.device != "cpu" and cluster.get("GPU", 0) > 0)
@@ -176,7 +175,7 @@ def serve_replicas(config: EngineConfig, settings: ServerSettings, fleet: FleetO
 
 def _processes(config: EngineConfig, own: ServerSettings, fleet: FleetOptions,
                stack: contextlib.ExitStack) -> Sequence[OwnedServer]:
-    """Return servers as processes of this machine."""
+    """Return servers that run as processes of this machine."""
     from spillover.cluster.owned.process import ServerProcess
     from spillover.server.replica import ReplicaLaunch
 
@@ -194,7 +193,7 @@ def _processes(config: EngineConfig, own: ServerSettings, fleet: FleetOptions,
 
 def _on_ray(config: EngineConfig, own: ServerSettings, fleet: FleetOptions,
             stack: contextlib.ExitStack) -> Sequence[OwnedServer]:
-    """Join a Ray cluster until `stack` ends, and return servers as actors of it."""
+    """Join a Ray cluster until `stack` is closed, and return servers that run as its actors."""
     from spillover.cluster.owned.ray_server import RayOptions, RayServer, connect
     from spillover.server.replica import ReplicaLaunch
 

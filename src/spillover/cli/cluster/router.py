@@ -1,4 +1,4 @@
-"""`spill router`: one address before several OpenAI servers, until Ctrl-C."""
+"""`spill router`: one address in front of several OpenAI servers, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from spillover.cli.http_options import check_certificate, http_options
 from spillover.errors import SpilloverError
 
 POLICIES = ("predicted", "prefix", "least-load", "round-robin")
-MODES = ("never", "auto", "always")  # as cluster/disaggregate.py has them; not imported, for quick --help
+MODES = ("never", "auto", "always")  # as in cluster/disaggregate.py; not imported, so that --help is fast
 
 
 def routing_options(command: Any) -> Any:
-    """Give a command the options that say how requests are routed."""
+    """Add the routing options to a command."""
     for option in reversed((
             click.option("--routing-policy", default="predicted", show_default=True,
                          type=click.Choice(POLICIES),
@@ -25,30 +25,30 @@ def routing_options(command: Any) -> Any:
                               "turn."),
             click.option("--disaggregation", default="never", show_default=True, type=click.Choice(MODES),
                          help="Whether a prompt may be computed by another server than the one that decodes its "
-                              "answer; auto: where people are predicted to wait less, in all. Servers must share a "
-                              "--host-pool or a --remote store, and have --spill eager."),
+                              "answer; auto: if the predicted total wait is shorter. Servers must share a --host-pool "
+                              "or a --remote store, and have --spill eager."),
             click.option("--prefill-replicas", default=0, show_default=True, type=click.IntRange(min=0), metavar="N",
-                         help="The first N servers compute prompts for the others, and decode only where all others "
-                              "are a second later; needs --disaggregation."),
+                         help="The first N servers compute prompts for the others, and decode only if all others are a "
+                              "second later; needs --disaggregation."),
             click.option("--session-header", default="X-Session-Id", show_default=True, metavar="NAME",
-                         help="Header whose value keeps a client's requests on one server where that costs little."),
+                         help="Header whose value keeps a client's requests on one server if that costs little."),
             click.option("--retries", default=3, show_default=True, type=click.IntRange(0, 10),
-                         help="How often a request that has no token yet is sent to another server."),
+                         help="How often a request without a token yet is sent to another server."),
             click.option("--max-in-flight", default=4096, show_default=True, type=click.IntRange(min=1),
-                         help="Maximum requests under way; further ones get 429."),
+                         help="Maximum requests in flight; further ones get 429."),
             click.option("--wait-seconds", default=5.0, show_default=True, type=click.FloatRange(min=0),
                          help="How long a request waits for a server that can take it, before it gets 503."),
             click.option("--answer-seconds", default=600.0, show_default=True, type=click.FloatRange(min=1),
                          help="How long a server may be silent in the middle of a request."),
             click.option("--health-seconds", default=1.0, show_default=True, type=click.FloatRange(min=0.1),
-                         help="How long a server may take to answer a health check; after three that it does not, it "
-                              "is taken for gone."))):
+                         help="How long a server may take to answer a health check; after three failures it is "
+                              "considered gone."))):
         command = option(command)
     return command
 
 
 def check_prefill(prefill: int, count: int, disaggregation: str) -> None:
-    """Refuse servers for prompts where none would be left to decode, or where prompts are not computed apart."""
+    """Refuse --prefill-replicas if none would be left to decode, or without disaggregation."""
     if prefill and disaggregation == "never":
         raise SpilloverError(f"--prefill-replicas {prefill} needs --disaggregation auto or always")
     if prefill and prefill >= count:
@@ -61,24 +61,24 @@ def check_prefill(prefill: int, count: int, disaggregation: str) -> None:
 @click.argument("urls", metavar="URL...", nargs=-1)
 @http_options
 @click.option("--tokenizer", default=None, metavar="PATH",
-              help="The model's folder or GGUF file, where the servers' own is not on this machine.")
+              help="Model folder or GGUF file, if the servers' model is not on this machine.")
 @click.option("--kv-events-port", "kv_events_ports", multiple=True, type=click.IntRange(0, 65535), metavar="PORT",
-              help="Port of the KV events of servers that do not tell it themselves, such as vLLM: given once, of all; "
-                   "or once for each URL, 0 for one without events. Needs --tokenizer.")
+              help="KV event port of servers that do not report it, such as vLLM: given once for all, or once for each "
+                   "URL, 0 for a server without events. Needs --tokenizer.")
 @click.option("--kv-replay-port", "kv_replay_ports", multiple=True, type=click.IntRange(0, 65535), metavar="PORT",
-              help="Port for events that were missed, likewise.")
+              help="Port to replay missed events, likewise.")
 @click.option("--block-size", default=16, show_default=True, type=click.IntRange(min=1),
               help="Tokens per KV block of such servers.")
 @click.option("--admin-api-key", "admin_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_ADMIN_API_KEY",
-              help="Ask for this key to drain a server.  [env: SPILLOVER_ADMIN_API_KEY]")
+              help="Key required to drain a server.  [env: SPILLOVER_ADMIN_API_KEY]")
 @click.option("--replica-api-key", default=None, metavar="KEY", envvar="SPILLOVER_REPLICA_API_KEY",
-              help="Key of the servers; the clients' own are sent on without it.  [env: SPILLOVER_REPLICA_API_KEY]")
+              help="Key of the servers; without it, clients' keys are forwarded.  [env: SPILLOVER_REPLICA_API_KEY]")
 @routing_options
 def router(urls: tuple[str, ...], **options: Any) -> None:
     """Route requests to several OpenAI servers of one model, each to where its first token comes soonest.
 
-    Predicts that from what each server's KV tiers hold, what waits there, and its measured rates. A server that fails
-    before the first token is not noticed by clients.
+    The prediction uses the contents of each server's KV tiers, its waiting requests, and its measured rates. If a
+    server fails before the first token, clients do not notice.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`spill simulate`: a trace over replicas in simulated time, on step costs that were measured."""
+"""`spill simulate`: a trace over replicas in simulated time, with measured step costs."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ FORMATS = ("mooncake", "azure", "burstgpt")
 @click.command()
 @click.argument("trace", metavar="TRACE")
 @click.option("--trace-format", default="auto", show_default=True, type=click.Choice(("auto", *FORMATS)),
-              help="Whose format TRACE has; auto looks at its first line.")
+              help="Format of TRACE; auto detects it from the first line.")
 @click.option("--trace-limit", default=None, type=int, metavar="N", help="Play the first N requests.")
 @click.option("--trace-speedup", default=1.0, show_default=True, help="2: requests come twice as fast.")
 @click.option("--trace-length-scale", default=1.0, show_default=True, help="Factor on prompt and answer lengths.")
 @click.option("--replicas", default="1", show_default=True, callback=comma_list(click.IntRange(1, MOST_REPLICAS)),
               metavar="N,...", help="Fleet sizes.")
 @click.option("--split", "splits", default="", metavar="P+D,...",
-              help="Also prefill and decode apart: P replicas compute prompts, D decode; such as 3+1,2+2.")
+              help="Also disaggregate prefill and decode: P replicas compute prompts, D decode; such as 3+1,2+2.")
 @click.option("--policy", default="predicted", show_default=True, callback=comma_list(click.Choice(POLICIES)),
               metavar="POLICY,...", help="How the router chooses, as --routing-policy: predicted, prefix, least-load, "
                                          "round-robin.")
 @click.option("--costs", required=True, metavar="FILE|measure|STEP,TOKEN",
-              help="What steps take: a cost file; measured now with --model; or milliseconds of a step and of each "
-                   "token, as for --simulate-step.")
+              help="Step costs: a cost file; measure, to time --model now; or milliseconds per step and per token, as "
+                   "for --simulate-step.")
 @click.option("--model", default=None, metavar="MODEL",
               help="Model for --costs measure; the default model if not given.")
-@click.option("--save-costs", default=None, metavar="FILE", help="Write what --costs measure found.")
+@click.option("--save-costs", default=None, metavar="FILE", help="Write the result of --costs measure.")
 @click.option("--max-num-seqs", default=None, type=click.IntRange(min=1),
               help="Maximum requests per step.  [default: as measured, else 256]")
 @click.option("--max-num-batched-tokens", default=None, type=click.IntRange(min=1),
@@ -52,25 +52,25 @@ FORMATS = ("mooncake", "azure", "burstgpt")
 @click.option("--host-blocks", default=0, show_default=True, type=click.IntRange(min=0),
               help="KV blocks in a replica's host memory.")
 @click.option("--host-rate", default="20GB", show_default=True, metavar="SIZE",
-              help="Bytes a second from host memory to the device; needs --kv-bytes-per-token.")
+              help="Bytes per second from host memory to the device; needs --kv-bytes-per-token.")
 @click.option("--transfer-rate", default="20GB", show_default=True, metavar="SIZE",
-              help="Bytes a second of KV from a replica that prefills to one that decodes; likewise.")
+              help="Bytes per second of KV from a replica that prefills to one that decodes; likewise.")
 @click.option("--kv-bytes-per-token", default=None, type=click.IntRange(min=1), help="[default: as measured]")
 @click.option("--request-seconds", default=None, type=click.FloatRange(min=0),
-              help="What a request takes outside of steps: HTTP, tokenising, router.  [default: as measured, else 0]")
+              help="Seconds of a request outside of steps: HTTP, tokenising, router.  [default: as measured, else 0]")
 @click.option("--kv-events/--no-kv-events", default=True, show_default=True,
-              help="Whether the router is told what replicas hold, or guesses.")
+              help="Whether the router gets KV events of replicas, or estimates their caches.")
 @click.option("--replica-cost", default=None, type=click.FloatRange(min=0), metavar="PRICE",
-              help="Price of a replica for an hour, for the cost of a million tokens.")
+              help="Price of a replica per hour, to compute the cost of a million tokens.")
 @click.option("--calibration", default=None, metavar="FILE",
               help="Results of benchmarks/simulate.py, whose errors are printed.  "
                    "[default: benchmarks/results/simulator.json, if it is there]")
 @click.option("--output-json", default=None, metavar="FILE", help="Write all results to a JSON file.")
 def simulate(trace: str, **options: Any) -> None:
-    """Play a trace over fleets of replicas in simulated time: hit rates, latencies and cost by router and fleet size.
+    """Replay a trace over simulated replicas: hit rates, latencies and cost by router policy and number of replicas.
 
-    Steps take what was measured, replicas batch and cache as the engine does, and the router's decisions are those of
-    spill router. What the numbers rest on, and how far they were from real runs, is printed with them.
+    Steps take measured times, replicas batch and cache as the engine does, and the router decides as spill router does.
+    The assumptions behind the numbers, and their error against real runs, are printed too.
 
     \b
     Examples:
@@ -118,7 +118,7 @@ def simulate(trace: str, **options: Any) -> None:
 
 
 def _shapes(path: str, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """Read the trace; returns its requests, and what a reader must know of them."""
+    """Read the trace; return its requests, and notes on how to interpret them."""
     from spillover.bench.workloads.traces import Replay, read_azure, read_burstgpt, read_mooncake, trace_shapes
 
     replay = Replay(options["trace_limit"], options["trace_speedup"], options["trace_length_scale"])
@@ -191,7 +191,7 @@ def _settings(options: dict[str, Any], measured: Measured, splits: list[tuple[in
     host = parse_bytes(options["host_rate"], "--host-rate")
     transfer = parse_bytes(options["transfer_rate"], "--transfer-rate")
     if min(host, transfer) < 1:
-        raise SpilloverError("--host-rate and --transfer-rate are bytes a second, such as 20GB")
+        raise SpilloverError("--host-rate and --transfer-rate are bytes per second, such as 20GB")
     replica = ReplicaSettings(chosen("max_num_seqs", 256), chosen("max_num_batched_tokens", 2048), size, blocks,
                               options["host_blocks"], (width or 0) * size / host if options["host_blocks"] else 0.0)
     outside = options["request_seconds"]

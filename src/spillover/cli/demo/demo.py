@@ -1,4 +1,4 @@
-"""`spill demo`: the machine, the plan, a real answer, a small load, speeds beside their limits, chats that spill."""
+"""`spill demo`: the machine, the plan, an answer, a small load, speeds with their limits, chats that spill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 QUESTION = "What is the capital of France?"
 LOAD_REQUESTS = 24
 LOAD_INPUTS, LOAD_OUTPUTS = (16, 256), (8, 64)
-LOAD_PREFIX = 96  # tokens that every second request begins with
+LOAD_PREFIX = 96  # number of tokens with which every second request begins
 
 
 @click.command()
@@ -33,8 +33,8 @@ LOAD_PREFIX = 96  # tokens that every second request begins with
 def demo(config: EngineConfig) -> None:
     """See it work, in under three minutes.
 
-    Shows this machine, the memory plan, a real answer, a mixed load, speeds beside their limits, chats whose KV spills
-    to host memory, and a short comparison of memory configurations with its report. Offline once the model is here.
+    Shows this machine, the memory plan, a real answer, a mixed load, speeds with their limits, chats whose KV spills to
+    host memory, and a short comparison of memory configurations. Offline once the model is downloaded.
 
     \b
     Example:
@@ -45,7 +45,7 @@ def demo(config: EngineConfig) -> None:
     from spillover.cli.loading import look_at, open_llm, timed_rates
 
     console = Console()
-    planned = look_at(config)  # imports torch, with a bar; what is imported below needs it
+    planned = look_at(config)  # imports torch while showing a bar; the imports below need it
 
     from spillover.bench.latency import measure
     from spillover.bench.workloads.workloads import Vocabulary
@@ -140,7 +140,7 @@ def _answer(console: Console, llm: LLM) -> None:
 
 def _serve_load(console: Console, target: EngineTarget, limits: Limits,
                 vocabulary: Vocabulary) -> tuple[int, Achieved]:
-    """Run the load; returns its output tokens, and how close its time came to the limit."""
+    """Run the load; return its output tokens, and how close its time came to the limit."""
     from spillover.bench.bounds import achieved, workload_bound
     from spillover.bench.throughput import offline, run_once
     from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload, mixed_shapes
@@ -157,7 +157,7 @@ def _serve_load(console: Console, target: EngineTarget, limits: Limits,
 
 
 def _speed_table(rows: list[tuple[str, int, Achieved | None]]) -> Table:
-    """Return a table of rows (what, tokens that come of it, its time and limit)."""
+    """Return a table of rows (name, tokens produced, time and limit)."""
     from spillover.bench.table import make_table
     from spillover.units import format_rate
 

@@ -1,4 +1,4 @@
-"""The demo's chats: eight of them over a KV cache that holds one, with and without host memory to spill to."""
+"""The demo's chats: eight of them over a KV cache that holds one, with and without spilling to host memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from spillover.engine.llm import LLM
     from spillover.engine.output.outputs import RequestOutput, TokenSources
 
-# Each chat is about the documentation of a module that is there wherever Python is.
+# Each chat is about the documentation of a module of the standard library.
 MODULES = ("json", "statistics", "argparse", "csv", "re", "copy", "shelve", "heapq")
 TEXT_TOKENS = 420
 FIRST = ("This is the documentation of the Python module {name}:\n\n{text}\n\n"
          "What is {name} for? Answer in one sentence.")
 SECOND = "When would I use it?"
 ANSWER_TOKENS = (16, 8)  # output tokens of the first and the second question
-MODEL_LEN = 640  # holds a chat, and the device's blocks hold no more than that
+MODEL_LEN = 640  # longer than any chat; the device's blocks hold exactly this many tokens
 
 Message = dict[str, str]
 
@@ -36,7 +36,7 @@ class Answer:
 
 
 def show_chats(console: Console, config: EngineConfig) -> None:
-    """Ask each chat twice. At the second question its KV comes back from host memory, or is computed again."""
+    """Ask each chat twice, with spilling and without: the second time its KV is restored or recomputed."""
     from spillover.cli.loading import open_llm
 
     starved = _starved(config)

@@ -1,4 +1,4 @@
-"""The demo's last part: two memory configurations side by side, on servers of their own, ending in a report."""
+"""The demo's last part: two memory configurations compared by the lab, each on its own server, with a report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEEDS = ("yaml", "pyarrow", "matplotlib")
 
 
 def show_comparison(console: Console, config: EngineConfig) -> None:
-    """Run `spill lab run demo` with the model that was asked for; say so where the lab is not installed."""
+    """Run `spill lab run demo` with the given model; print a note if the lab is not installed."""
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         console.print(f"left out: the lab needs {', '.join(missing)}; pip install 'spillover\\[lab]'", highlight=False)

@@ -1,4 +1,4 @@
-"""`spill lab`: experiments that compare ways to serve a model, and the reports they end in."""
+"""`spill lab`: experiments that compare ways to serve a model, and their reports."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def time_option(_context: click.Context, parameter: click.Parameter, value: str 
 
 
 output_json = click.option("--output-json", type=click.Path(path_type=Path), default=None, metavar="FILE",
-                           help="Write medians, all values, verdicts and where they came from as one JSON file.")
+                           help="Write medians, all values, verdicts and their provenance as one JSON file.")
 
 
 @click.group()
 def lab() -> None:
-    """Compare engines and memory configurations, with a verdict whose error rate is known.
+    """Compare engines and memory configurations, with verdicts of known error rate.
 
     \b
     Examples:
@@ -53,7 +53,7 @@ def lab() -> None:
 @lab.command("list")
 @click.option("--presets", is_flag=True, help="List presets, named configurations of engines, instead.")
 def list_experiments(presets: bool) -> None:
-    """List experiments that ship, or presets of engines."""
+    """List the experiments that ship, or presets of engines."""
     from rich.markup import escape
 
     from spillover.bench.table import make_table
@@ -98,9 +98,9 @@ def list_experiments(presets: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Show what would be run, what would be refused and how long it may take; "
                                              "run nothing.")
 @click.option("--max-blocks", type=click.IntRange(min=1), default=None,
-              help="Stop after this many blocks even if undecided. [default: the experiment's, or 60]")
+              help="Stop after this many blocks even if undecided. [default: the experiment's, or 80]")
 @click.option("--time-limit", default=None, metavar="TIME", callback=time_option,
-              help="Begin no block that would end later than this, such as 30min or 2h; at least 3 blocks are run. "
+              help="Start no block that would end later than this, such as 30min or 2h; at least 3 blocks are run. "
                    "[default: the experiment's, or 1h]")
 @click.option("--arms", default=None, callback=comma_list(click.STRING), metavar="NAME,...",
               help="Run only these arms, and the baseline.")
@@ -109,7 +109,7 @@ def list_experiments(presets: bool) -> None:
 @click.option("--model", default=None, help="Model of all arms that name none, in place of the experiment's.")
 @click.option("--retry-failed", is_flag=True, help="Repeat runs that failed when the folder was last run.")
 @click.option("--monitors/--no-monitors", default=True, show_default=True,
-              help="Watch GPU, CPU, memory, disk and the engine's metrics beside every run.")
+              help="Record GPU, CPU, memory, disk and the engine's metrics during every run.")
 @click.option("--report/--no-report", default=True, show_default=True, help="Write the report at the end.")
 @output_json
 def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_run: bool, max_blocks: int | None,
@@ -117,8 +117,8 @@ def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_ru
         retry_failed: bool, monitors: bool, report: bool, output_json: Path | None) -> None:
     """Run EXPERIMENT, a name of `spill lab list` or a YAML file; the same command resumes it.
 
-    An arm is one of the configurations that are compared. Arms take turns in blocks; every run is checked, and only
-    arms whose runs are valid are judged. It ends when every comparison is decided (faster, slower or the same within
+    An arm is one of the compared configurations. Arms take turns in blocks; every run is checked, and only arms with
+    valid runs get verdicts. The experiment ends when every comparison is decided (faster, slower or the same within
     2%), or at a limit.
     """
     from spillover.cli.lab.lab_run import run_in_terminal, show_plan
@@ -141,8 +141,8 @@ def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_ru
 @click.option("--pdf", is_flag=True, help="Write report.pdf too; needs Chromium, Chrome or Edge.")
 @output_json
 def report(folder: Path, pdf: bool, output_json: Path | None) -> None:
-    """Write the report of FOLDER again, from the results that lie there."""
-    program = _browser() if pdf else None  # before anything is read
+    """Write the report of FOLDER again, from the results in it."""
+    program = _browser() if pdf else None  # fail early, before the results are read
     from spillover.cli.lab.lab_run import show_verdicts
     from spillover.lab.analysis import analyse, analysis_of
     from spillover.lab.store import Results, write_json
@@ -165,11 +165,11 @@ lab.add_command(publish)
 
 @lab.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", default=9464, show_default=True, help="Port to listen at; 0 takes a free one.")
+@click.option("--port", default=9464, show_default=True, help="Port to listen at; 0 picks a free one.")
 @click.option("--engine-url", default=None, metavar="URL", help="Also export the /metrics of this server.")
 @click.option("--pid", default=None, type=int, help="Also watch the memory of this process and its children.")
 def exporter(host: str, port: int, engine_url: str | None, pid: int | None) -> None:
-    """Show the lab's monitors to Prometheus, or to Performance Co-Pilot's openmetrics PMDA."""
+    """Export the lab's monitors to Prometheus, or to Performance Co-Pilot's openmetrics PMDA."""
     from spillover.lab.monitors import CpuMonitor, DiskMonitor, Monitor, NvmlMonitor, ProcessMonitor, PrometheusMonitor
     from spillover.lab.monitors.exporter import Exporter, pcp_instructions
 

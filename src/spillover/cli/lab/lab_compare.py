@@ -1,4 +1,4 @@
-"""`spill lab compare`: whether a commit is slower than the one before, by two results of the same measurement."""
+"""`spill lab compare`: whether a commit is slower than an earlier one, by two results of the same measurement."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from spillover.cli.bench.measuring import make_console
 @click.argument("before", type=click.Path(path_type=Path, exists=True))
 @click.argument("after", type=click.Path(path_type=Path, exists=True))
 @click.option("--confidence", type=click.FloatRange(0.5, 1, min_open=True, max_open=True), default=0.99,
-              show_default=True, help="With which all verdicts of a family hold together.")
+              show_default=True, help="Confidence with which all verdicts of a family hold together.")
 @click.option("--equivalence", type=click.FloatRange(0, 1, max_open=True), default=0.02, show_default=True,
-              help="The largest difference that counts as the same, as a share; 0: none does.")
+              help="The largest difference that counts as the same, as a share; 0 for none.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
 def compare(before: Path, after: Path, confidence: float, equivalence: float, as_json: bool) -> None:
     """Compare two results of the same measurement; exit with code 1 if anything became slower.
 
     BEFORE and AFTER are folders of `spill lab run`, files of its --output-json, or files with raw repeats of `spill
-    bench --output-json` and of benchmarks/. Above 1x is faster, whichever way a metric counts.
+    bench --output-json` and of benchmarks/. Above 1x is faster, for every metric.
 
     \b
     Example:

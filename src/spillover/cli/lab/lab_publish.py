@@ -1,4 +1,4 @@
-"""`spill lab badge` and `spill lab publish`: what a report is quoted by."""
+"""`spill lab badge` and `spill lab publish`: badges and static sites for quoting results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import click
 @click.option("--out", default=None, type=click.Path(path_type=Path), metavar="FILE",
               help="File to write. [default: badge.svg in FOLDER]")
 def badge(folder: Path, arm: str | None, workload: str | None, label: str | None, out: Path | None) -> None:
-    """Draw the verdict of FOLDER, results of an experiment, as an SVG of one line for a README.
+    """Draw the verdict of FOLDER, results of an experiment, as a one-line SVG for a README.
 
-    One verdict is told with its interval; several in numbers ("3 faster, 1 no verdict").
+    A single verdict is shown with its interval; several are counted ("3 faster, 1 no verdict").
 
     \b
     Example:
@@ -34,11 +34,11 @@ def badge(folder: Path, arm: str | None, workload: str | None, label: str | None
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--out", default=Path("lab-site"), type=click.Path(path_type=Path), show_default=True, metavar="SITE",
-              help="Folder of the site; made, or written again.")
+              help="Folder of the site; created or updated.")
 def publish(folder: Path, out: Path) -> None:
-    """Make a static site of all results in DIR, with an index that can be searched.
+    """Make a static site of all results in DIR, with a searchable index.
 
-    The site needs no server and no network. Publishing again brings it up to date.
+    The site needs no server and no network. Publishing again updates it.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""An experiment in a terminal: what is planned, how it goes, and what came of it."""
+"""An experiment in a terminal: its plan, its progress, and its verdicts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_in_terminal(console: Console, experiment: Experiment, folder: Path, moni
 
     load = ServedLoad(experiment)
     for workload in experiment.workloads:
-        load.check(workload)  # before anything is measured or fetched
+        load.check(workload)  # before anything is measured or downloaded
     show_foreseen(console, foreseen(experiment, workload_stats(experiment)))
     if retry_failed:
         forget_failed(folder)
@@ -63,15 +63,15 @@ def run_in_terminal(console: Console, experiment: Experiment, folder: Path, moni
 
 
 class Shown(Watcher):
-    """What is being done, how far it is and how long it may still take: a bar over the runs of a block, a line for each
-    run and block that has ended, and a count-down while a server is waited for."""
+    """A watcher that shows progress and the estimated time left: a bar over the runs of a block, a line for each
+    completed run and block, and a countdown while waiting for a server."""
 
     def __init__(self, console: Console, experiment: Experiment) -> None:
         self._console, self._experiment = console, experiment
         self._begun = time.monotonic()
-        self._left = ""  # how long it may still take, as last known
-        self._waited: set[str] = set()  # arms whose start was told in a line
-        self._seconds: list[float] = []  # time of each block
+        self._left = ""  # text with the last estimate of the time left
+        self._waited: set[str] = set()  # arms whose first start has been reported
+        self._seconds: list[float] = []  # duration of each block
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
                              TimeElapsedColumn(), _CountDown(), TextColumn("{task.fields[figures]}"),
                              console=console, transient=True, disable=not console.is_terminal)
@@ -129,14 +129,14 @@ class Shown(Watcher):
         self._tell(told)
 
     def _eta(self, found: Stop) -> str:
-        """Estimate the time left from blocks until now; limits bound it."""
+        """Estimate the time left from the blocks so far and the limits."""
         blocks = max((verdict.blocks_left(self._experiment.max_blocks) for verdict in found.undecided), default=0)
         blocks = max(1, blocks, self._experiment.minimum_blocks - found.blocks)
         least = self._experiment.rule.least_blocks(len(found.verdicts))
         each = sum(self._seconds) / len(self._seconds)
         limit = max(0.0, self._experiment.time_limit - (time.monotonic() - self._begun))
         most = min(limit, each * (self._experiment.max_blocks - found.blocks))
-        if found.blocks < least - 1:  # too little is known of the spread
+        if found.blocks < least - 1:  # the spread of the blocks is not known well enough
             return f"at least {duration(each * (least - found.blocks))}, at most {duration(most)} left"
         return f"about {duration(min(each * blocks, most))} left, at most {duration(most)}"
 
@@ -145,7 +145,7 @@ class Shown(Watcher):
 
 
 class _CountDown(ProgressColumn):
-    """Seconds that a server still has to become ready."""
+    """The seconds that a server has left to become ready."""
 
     def render(self, task: Task) -> Text:
         deadline = task.fields.get("deadline")
@@ -190,8 +190,8 @@ def show_foreseen(console: Console, faults: Sequence[str]) -> None:
 
 
 def show_plan(console: Console, experiment: Experiment, folder: Path) -> None:
-    """Show what would be run: arms with their commands, workloads with their sizes, the order, what will be refused and
-    how long it may take. Nothing is started; servers that should be running are asked once."""
+    """Show what would be run: arms with their commands, workloads with their sizes, the order, foreseen faults and the
+    duration. Nothing is started; servers given by URL are queried once."""
     from spillover.lab.engines import make_engine, missing
     from spillover.lab.engines.process import status_of
 
@@ -247,7 +247,7 @@ def _plan_sentences(experiment: Experiment, stats: Mapping[str, WorkloadStats], 
 
 
 def _seconds_per_block(folder: Path, runs: int) -> float | None:
-    """Return where the experiment was begun already."""
+    """Return the mean duration of a block in an existing result folder; None if it has none."""
     from spillover.lab.store import Results
 
     if not (folder / "experiment.json").exists():
@@ -266,14 +266,14 @@ def forget_failed(folder: Path) -> None:
 
 
 def limits_of(experiment: Experiment, console: Console) -> LimitsOf:
-    """Compute limits of spillover's arms, whose model and number format are known; measured before the first server
-    starts, so that nothing runs beside it."""
+    """Compute the limits of spillover's arms, whose model and number format are known. Measures before the first server
+    starts, so that nothing else runs."""
     found: dict[str, Limits] = {}
     rates: dict[str, Rates] = {}
     for arm in experiment.arms:
         if arm.spec.kind in ("spillover", "in-process") and arm.spec.python is None:
             with contextlib.suppress(SpilloverError), console.status("measuring what this machine allows"):
-                found[_key(arm.spec)] = _limits(arm.spec, rates)  # what is wrong with the arm it will say itself
+                found[_key(arm.spec)] = _limits(arm.spec, rates)  # the arm reports its own errors when it starts
     return lambda spec: found.get(_key(spec))
 
 

@@ -1,4 +1,4 @@
-"""`spill doctor`: what this machine is and how fast, on one screen, and what to type where something is in the way."""
+"""`spill doctor`: the hardware and its speed on one screen, and commands that fix the problems found."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_doctor(console: Console, as_json: bool, disk: Path | None = None) -> Non
 
 
 def run_bits(console: Console, as_json: bool) -> None:
-    """Check that no kernel's bits depend on the number of rows, on every device; exits with 1 if one's do."""
+    """Check that no kernel's bits depend on the number of rows, on every device; exit with 1 if any do."""
     from spillover.kernels.bits import check_bits
 
     devices = ["cpu", "cuda"] if probe().cuda else ["cpu"]
@@ -75,7 +75,7 @@ def has_nvidia_driver() -> bool:
 
 
 def warnings(machine: Machine, has_kernels: bool, has_driver: bool) -> list[str]:
-    """Return one sentence a finding: what it costs, and what to type."""
+    """Return one sentence per finding: its effect, and the command that fixes it."""
     found = []
     if not has_kernels:
         found.append(

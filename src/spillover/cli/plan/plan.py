@@ -1,4 +1,4 @@
-"""`spill plan`: what would go where, in bytes, and what a step would cost at least. No weight is read."""
+"""`spill plan`: placement of everything in bytes, and the least cost of a step. No weights are read."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from spillover.units import format_bytes, format_rate
 def run_plan(console: Console, config: EngineConfig, as_json: bool) -> None:
     from spillover.plan.measure import measure_rates, quick_rates
 
-    planned = look_at(config)  # before anything is timed: an impossible plan is refused at once
-    # Weights that do not fit were placed by rates already: those are shown, and not others a moment later.
+    planned = look_at(config)  # before anything is timed, so that an impossible plan is refused at once
+    # Weights that do not fit were already placed by these rates: show the same ones, not new measurements.
     rates = (measure_rates if planned.plan.placement is None else quick_rates)(planned.plan.device)
     plan = with_costs(planned.plan, planned.model_config, planned.specs, rates)
     plan = replace(plan, tiers=with_tier_rates(plan.tiers, plan.device, plan.slot_bytes))
@@ -55,7 +55,7 @@ def print_plan(console: Console, plan: Plan, rates: Rates | None = None) -> None
 
 
 def plan_json(plan: Plan, rates: Rates | None = None) -> dict[str, Any]:
-    """Return every number of the plan; sizes in bytes, rates a second."""
+    """Return every number of the plan; sizes in bytes, rates per second."""
     data = asdict(plan)
     data["weights"] = dict(plan.weights)
     data["workspace"] = asdict(plan.workspace)

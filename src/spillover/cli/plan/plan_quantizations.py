@@ -1,4 +1,4 @@
-"""`spill plan --quantizations`: which format makes a model fit, and what each would do to its speed."""
+"""`spill plan --quantizations`: the formats in which a model fits, and the speed of each."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def quantizations_table(rows: Sequence[FormatPlan]) -> Table:
 
 
 def notes(rows: Sequence[FormatPlan]) -> list[str]:
-    """Return how to have each format, what bounds it, where measured shares are from, and why one cannot be had."""
+    """Return how to get each format, what bounds it, the sources of measured shares, and why one is unavailable."""
     from spillover.engine.plan_formats import NO_LIMIT
 
     said = [f"{row.name}: {row.how}" for row in rows if row.how and not row.own]
@@ -77,7 +77,7 @@ def notes(rows: Sequence[FormatPlan]) -> list[str]:
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the names of each thing that is said, in one line."""
+    """Return the names that share each text, in one line per text."""
     found: dict[str, list[str]] = {}
     for name, said in pairs:
         found.setdefault(said, []).append(name)

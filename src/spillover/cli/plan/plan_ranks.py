@@ -1,4 +1,4 @@
-"""`spill plan --tensor-parallel-size N`, `--card` and `--link`: one card beside several, by a table and its sources."""
+"""`spill plan --tensor-parallel-size N`, `--card` and `--link`: one card and several, by a table with its sources."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def print_ranks(console: Console, found: RanksPlan) -> None:
 
 
 def ranks_json(found: RanksPlan) -> dict[str, Any]:
-    """Return every number; bytes of a layout are one card's, unless they are said to be of all."""
+    """Return all numbers; bytes of a layout are of one card unless the name says of all."""
     setting = found.setting
     return {
         "prediction": True,

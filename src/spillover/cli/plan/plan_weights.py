@@ -1,4 +1,4 @@
-"""The tables of a plan whose weights do not all lie on the device: what is where, and how fast that would be."""
+"""The tables of a plan whose weights are not all on the device: placement and predicted speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spillover.units import format_bytes, format_rate
 
 
 def print_predicted(console: Console, plan: WeightPlan, results: Sequence[LatencyResult]) -> None:
-    """Print what the plan promised at best for one request, beside what was measured."""
+    """Print the plan's best case for one request next to the measurement."""
     predicted = plan.predicted
     single = next((result for result in results if result.batch_size == 1), None)
     if predicted is None or single is None:
@@ -44,7 +44,7 @@ def placement_table(plan: WeightPlan) -> Table:
 
 
 def predicted_table(predicted: Predicted, rates: Rates | None = None) -> Table:
-    """Show each step's share of the roof that binds it, and what the others take."""
+    """Show each step's share of the roof that binds it, and the shares of the others."""
     table = make_table("Predicted (best case)", "Step", "Time", "Rate", "Bound by", "Details",
                        text=("Bound by", "Details"), caption=_assumed(predicted, rates))
 
@@ -62,7 +62,7 @@ def predicted_table(predicted: Predicted, rates: Rates | None = None) -> Table:
 
 
 def substitute_table(plan: SubstitutePlan) -> Table:
-    """Show what a pass that verifies a draft costs and brings; without measured rates, what it moves."""
+    """Show the cost and yield of a pass that verifies a draft; without measured rates, only the bytes it moves."""
     assumed = (f"Assumed: {ACCEPTED:.0%} of every draft of {plan.num_tokens} is accepted, so that a pass brings "
                f"{plan.tokens_per_pass:.3g} tokens; how many depends on the model and the text.")
     table = make_table(f"Substitutes in {plan.dtype}", "What", "Value", "Details", text=("Details",),
@@ -78,7 +78,7 @@ def substitute_table(plan: SubstitutePlan) -> Table:
 
 
 def _caption(plan: WeightPlan) -> str | None:
-    """Return what a reader cannot tell from the rows."""
+    """Return facts that the rows do not show."""
     said = []
     if plan.quota:
         said.append(f"Steps of up to {plan.paged_tokens} token{'s' * (plan.paged_tokens > 1)} fetch the experts they "
@@ -87,7 +87,7 @@ def _caption(plan: WeightPlan) -> str | None:
         said.append(f"The host computes its experts in steps of up to {plan.paged_tokens} tokens; larger ones stream "
                     "them.")
     if plan.pinned:
-        said.append(f"{plan.pinned} slots of each layer keep their experts for good.")
+        said.append(f"{plan.pinned} slots of each layer keep their experts permanently.")
     if plan.spare_slots:
         said.append(f"The KV cache may take back up to {plan.spare_slots:,} slots.")
     return " ".join(said) or None
@@ -96,7 +96,7 @@ def _caption(plan: WeightPlan) -> str | None:
 def _assumed(predicted: Predicted, rates: Rates | None) -> str:
     said = []
     if predicted.assumed_hit_rate is not None:
-        said.append(f"Uniform routing is assumed: {predicted.assumed_hit_rate:.0%} of the experts asked for lie in a "
+        said.append(f"Uniform routing is assumed: {predicted.assumed_hit_rate:.0%} of the requested experts are in a "
                     "slot; real routing repeats itself and hits more often.")
     if rates is not None and rates.disk_read is None and dict(predicted.decode_seconds).get("disk"):
         said.append(f"The disk was not timed and is assumed to read at {format_rate(UNKNOWN_DISK, 'B/s')}.")

@@ -1,4 +1,4 @@
-"""`spill plan` and `spill doctor`: what a model would need, and what this machine is."""
+"""The commands `spill plan` and `spill doctor`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spillover.errors import SpilloverError
 @click.option("--quantizations", is_flag=True,
               help="Show instead one row per weight format: bytes, whether it fits, what is left for KV, and how fast.")
 @click.option("--card", default=None, metavar="NAME",
-              help="Predict for this card rather than the one here: h200, h100, b200, a100, l40s, l4, rtx-4090 or "
+              help="Predict for this card instead of this machine's: h200, h100, b200, a100, l40s, l4, rtx-4090 or "
                    "rtx-5090, by a table of measured and published rates that is printed with its sources.")
 @click.option("--link", default=None, metavar="NAME",
               help="How those cards are connected: nvlink, pcie4 or pcie5. Default: the card's fastest.")
@@ -24,12 +24,12 @@ from spillover.errors import SpilloverError
 def plan(config: EngineConfig, as_json: bool, quantizations: bool, card: str | None, link: str | None) -> None:
     """Show the memory plan, and how fast the model could run.
 
-    Splits the given budget between weights, KV cache and workspace, or says what would fit. A model larger than the
-    budget is placed by --weights: what stays, what moves, and how fast that would be. Loads nothing.
+    Splits the budget between weights, KV cache and workspace, or says what would fit. A model larger than the budget is
+    placed by --weights: which weights stay on the device, which move, and at what speed. Loads no weights.
 
-    With --tensor-parallel-size N, predicts for N cards that share the model, here or not: memory of each, step times,
-    and the all-reduces' part of them, beside one card; a mixture also with whole experts apart. With --device cpu, it
-    plans for ranks on this machine's cores.
+    With --tensor-parallel-size N, predicts for N cards that share the model, present or not: memory of each card, step
+    times, and the share of all-reduces, compared with one card; for a mixture of experts also with
+    --enable-expert-parallel. With --device cpu, plans for ranks on this machine's cores.
 
     \b
     Examples:
@@ -65,10 +65,10 @@ def plan(config: EngineConfig, as_json: bool, quantizations: bool, card: str | N
 @click.option("--bits", is_flag=True, help="Check instead that a row has the same bits in every batch: each kernel, at "
                                            "each number of rows. Exits with 1 if one differs.")
 def doctor(as_json: bool, disk: Path | None, bits: bool) -> None:
-    """Show what this machine is, and how fast.
+    """Show the hardware of this machine, and how fast it is.
 
-    Devices, memory and the limits on it, measured memory bandwidth, links and matrix rates, on one screen. With --bits,
-    whether the kernels give a request the same bits whatever runs beside it (on a GPU those without --fast).
+    Devices, memory and its limits, measured memory bandwidth, links and matrix rates, on one screen. With --bits,
+    checks that kernels give a request the same bits in every batch (on a GPU those without --fast).
 
     \b
     Examples:

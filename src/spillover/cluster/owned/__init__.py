@@ -1,1 +1,1 @@
-"""Servers that a router owns: as processes of this machine or on a Ray cluster, as many as the load needs."""
+"""Servers that a router owns, as processes of this machine or on a Ray cluster, with autoscaling."""

@@ -1,8 +1,8 @@
-"""How many replicas a fleet should have, from the time that the next request is predicted to wait. No I/O, no clock:
-a router asks in real time, a test or a simulator in its own.
+"""Autoscaling: the number of replicas for a fleet, from the predicted wait of the next request. No I/O, no clock: a
+router passes the real time, a test or a simulator its simulated time.
 
-Up when waiting is predicted to be long and stays so; down when one fewer would still have little to do, for long.
-Between the two nothing changes, so that a fleet does not grow and shrink by turns.
+Scales up when the predicted wait stays too long, and down when one replica fewer would have little to do for long
+enough. Between the two nothing changes, so that a fleet does not grow and shrink in turns.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 from spillover.cluster.fleet import Fleet
 from spillover.cluster.predict import queue_seconds
 
-UP_SECONDS = 2.0  # that waiting must be too long before there are more: a burst that is soon over is none
+UP_SECONDS = 2.0  # time that the wait must stay too long before scaling up, so that a short burst has no effect
 EASY_BACKLOG = 0.25  # share of the wanted backlog, ...
-EASY_BUSY = 0.6  # ... and of time and slots, that one replica fewer may come to
+EASY_BUSY = 0.6  # ... and of time and slots, that the fleet may reach with one replica fewer
 
 
 @dataclass(frozen=True)
 class ScaleSettings:
     least: int = 1
     most: int = 1
-    backlog_seconds: float = 2.0  # predicted wait of a request from which on there are more replicas
-    down_seconds: float = 120.0  # that one fewer must do before there is one fewer
+    backlog_seconds: float = 2.0  # predicted wait of a request above which replicas are added
+    down_seconds: float = 120.0  # time that one replica fewer must suffice before one is removed
 
     def __post_init__(self) -> None:
         assert 1 <= self.least <= self.most
@@ -34,18 +34,18 @@ class ScaleSettings:
 
 
 class Observed(NamedTuple):
-    """A fleet at one moment."""
+    """The state of a fleet at one moment."""
 
-    replicas: int  # that run or start
-    ready: int  # of these, those that take requests
-    starting: int  # of these, those that have not served yet
-    backlog_seconds: float = 0.0  # predicted wait of a request, summed over those that are ready
-    busy: float = 0.0  # share of time that those which are ready compute prompts, 0 to 1
-    occupied: float = 0.0  # share of their sequence slots that is taken; above 1 where requests wait for one
+    replicas: int  # number of replicas that run or start
+    ready: int  # number of these that accept requests
+    starting: int  # number of these that have not served yet
+    backlog_seconds: float = 0.0  # predicted wait of a request, summed over the ready replicas
+    busy: float = 0.0  # share of time that the ready replicas compute prompts, 0 to 1
+    occupied: float = 0.0  # share of their sequence slots in use; above 1 if requests wait for one
 
 
 def observe(fleet: Fleet, now: float, wanted: Collection[int], starting: Collection[int] = ()) -> Observed:
-    """Return what a fleet has to do. `wanted`: places of the replicas that count, so not those that are to leave."""
+    """Return a fleet's load. `wanted`: places of the replicas that count, without those being removed."""
     ready = [replica for replica in fleet.replicas if replica.place in wanted and replica.usable(now)]
     loads = [replica.load(now) for replica in ready]
     slots = sum(load.slots for load in loads)
@@ -54,7 +54,7 @@ def observe(fleet: Fleet, now: float, wanted: Collection[int], starting: Collect
 
 
 class Autoscaler:
-    """Is told what is seen, at any interval, and says how many replicas there should be."""
+    """Decides the number of replicas from observations made at any interval."""
 
     def __init__(self, settings: ScaleSettings) -> None:
         self.settings = settings
@@ -65,7 +65,7 @@ class Autoscaler:
         settings, count = self.settings, seen.replicas
         if not settings.least <= count <= settings.most:
             return min(max(count, settings.least), settings.most)
-        if seen.starting:  # what was decided last has not shown yet
+        if seen.starting:  # the last decision has not taken effect yet
             self._high_since = self._low_since = None
             return count
         self._high_since = _since(self._high_since, now, seen.backlog_seconds > settings.backlog_seconds * count)
@@ -80,7 +80,7 @@ class Autoscaler:
         return count
 
     def _easy(self, seen: Observed) -> bool:
-        """Return whether one replica fewer would have little to do."""
+        """Return whether the fleet would have little to do with one replica fewer."""
         rest = seen.replicas - 1
         if rest < self.settings.least or seen.ready < seen.replicas:
             return False

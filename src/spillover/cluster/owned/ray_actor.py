@@ -1,7 +1,7 @@
-"""What runs on the machine that Ray has chosen for a replica: an actor that owns the server's process there.
+"""The part of a replica on the machine that Ray chose for it: an actor that owns the server's process there.
 
-The process is the one that `spill serve --replicas` starts. Requests and tokens go to it over HTTP, past Ray; its
-standard input is the actor's, so that it ends when the actor does, however that ends. Imports no Ray.
+The process is the same that `spill serve --replicas` starts. Requests and tokens go to it over HTTP, not through Ray;
+the actor holds its standard input, so that it ends when the actor does, however that ends. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from spillover.server.replica import ReplicaLaunch
 
 
 class Node(NamedTuple):
-    """Where an actor is."""
+    """The machine of an actor."""
 
-    address: str  # of its machine, as the others know it
-    version: str  # of the package there
+    address: str  # address of the machine as other machines know it
+    version: str  # version of the package there
 
 
 class ReplicaActor:
@@ -39,8 +39,8 @@ class ReplicaActor:
         return Node(ray.util.get_node_ip_address(), spillover.__version__)
 
     async def spawn(self, line: bytes, address: str, router: str) -> str:
-        """Start the server that `line` describes, on the machine that is known by `address`; returns its URL. It
-        listens for this machine alone where the router's address is the same."""
+        """Start the server that `line` describes on this machine, whose address is `address`, and return its URL. If
+        the router has the same address, the server listens on the loopback interface only."""
         launch = msgspec.msgpack.decode(base64.b64decode(line), type=ReplicaLaunch)
         alone = address == router
         events = "127.0.0.1" if alone else "*"
@@ -56,7 +56,7 @@ class ReplicaActor:
         return await self._server.spawn()
 
     async def line(self) -> bytes:
-        """Return the next line that the server says; none when it has ended."""
+        """Return the next line that the server prints; empty once it has exited."""
         assert self._server is not None
         return await self._server.line()
 
@@ -70,8 +70,8 @@ class ReplicaActor:
 
 
 def _environment(launch: ReplicaLaunch) -> dict[str, str]:
-    """Return what the server gets beside the actor's environment. Ray allows an actor as many threads as it has been
-    given cores, which would be one beside a GPU."""
+    """Return variables to add to the actor's environment. Ray limits an actor's threads to its number of cores, which
+    would be one for a replica on a GPU."""
     on_device = bool(os.environ.get("CUDA_VISIBLE_DEVICES")) and launch.config.device != "cpu"
     return {"OMP_NUM_THREADS": str(os.cpu_count() or 1)} if on_device else {}
 

@@ -1,6 +1,6 @@
-"""A replica as an actor of Ray, which chooses the machine; the router starts it again when it, or its machine, is lost.
+"""A replica as a Ray actor: Ray chooses its machine, and the router restarts it when it or the machine is lost.
 
-An actor's resources are of one machine, so all ranks of a replica are together. Replicas are spread over machines.
+An actor's resources are on one machine, so all ranks of a replica are together. Replicas are spread over machines.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from spillover.server.replica import News
 
 INSTALL = "pip install 'spillover[ray]'"
-CONNECT_SECONDS = 5.0  # for a cluster's address to take a connection
-CALL_SECONDS = 30.0  # for an actor that lives to answer
+CONNECT_SECONDS = 5.0  # timeout of connecting to a cluster's address
+CALL_SECONDS = 30.0  # timeout of a call to a live actor
 
 
 @dataclass(frozen=True)
 class RayOptions:
-    resources: Mapping[str, float]  # of each replica
-    placement_seconds: float = 60.0  # for a machine that has them free
+    resources: Mapping[str, float]  # resources of each replica
+    placement_seconds: float = 60.0  # timeout until a machine has them free
 
 
 def connect(address: str | None, seconds: float) -> Any:
-    """Join a cluster, or start one of this machine, and return the module `ray`. A cluster that is just starting gets
-    `seconds`. SpilloverError where there is none."""
+    """Join a cluster, or start one on this machine, and return the module `ray`. A cluster that is just starting gets
+    `seconds` to become ready. Raise SpilloverError if there is none."""
     try:
         import ray
     except ImportError:
@@ -47,7 +47,7 @@ def connect(address: str | None, seconds: float) -> Any:
     host, colon, port = (address or "").rpartition(":")
     known = bool(colon) and port.isdigit() and "://" not in host
     while True:
-        if known:  # Ray itself would try for minutes
+        if known:  # check first, as Ray itself would retry for minutes
             _knock(host.strip("[]"), int(port))
         try:
             ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True, include_dashboard=False)
@@ -56,7 +56,7 @@ def connect(address: str | None, seconds: float) -> Any:
             if not known or time.monotonic() >= deadline:
                 raise SpilloverError(f"Ray cannot be used: {_first_line(error)}") from None
             time.sleep(1.0)
-        except Exception as error:  # Ray raises bare ones too, as where its own processes do not start in time
+        except Exception as error:  # Ray raises bare ones too, as when its processes do not start in time
             raise SpilloverError(f"Ray cannot be used: {_first_line(error)}") from None
 
 
@@ -70,7 +70,7 @@ def _knock(host: str, port: int) -> None:
 
 class RayServer:
     def __init__(self, ray: Any, launch: ReplicaLaunch, options: RayOptions) -> None:
-        """Own one server; `ray`: the module, connected."""
+        """Own one server; `ray` is the connected module."""
         self.started = 0.0
         self._ray = ray
         self._launch = launch

@@ -1,6 +1,6 @@
-"""The servers that a router owns: started, watched, started again when they die, more or fewer of them, ended with it.
+"""The servers that a router owns: started, watched, restarted when they die, scaled, and stopped with the router.
 
-What a server is, a child process or an actor on another machine, is none of this file's business."""
+Independent of what a server is, such as a child process or an actor on another machine."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("spillover.router")
 
-QUICK_DEATH_SECONDS = 60.0  # a server that lived for less counts against MAX_QUICK_DEATHS
-MAX_QUICK_DEATHS = 5  # in a row, then it is not started again
-FIRST_BACKOFF_SECONDS = 0.5  # before the second start in a row; doubled for each one after, up to ...
+QUICK_DEATH_SECONDS = 60.0  # a server that lived shorter than this counts against MAX_QUICK_DEATHS
+MAX_QUICK_DEATHS = 5  # quick deaths in a row after which it is not restarted
+FIRST_BACKOFF_SECONDS = 0.5  # wait before the second restart in a row; doubled for each further one, up to ...
 LONGEST_BACKOFF_SECONDS = 30.0
 NOT_NEEDED = "it is not started, as the load does not need it"
 
-Progress = Callable[[int, str, int, int], None]  # replica, stage, done, in all
+Progress = Callable[[int, str, int, int], None]  # replica, stage, amount done, total amount
 
 
 class OwnedServer(Protocol):
-    """One server that can be started, more than once."""
+    """One server, which can be started more than once."""
 
-    started: float  # when `spawn` was last called, by time.monotonic
+    started: float  # time of the last call of `spawn`, by time.monotonic
 
     async def spawn(self) -> str:
-        """Start it and return its URL; SpilloverError if it cannot be."""
+        """Start the server and return its URL; raise SpilloverError if it cannot start."""
         ...
 
     def news(self) -> AsyncIterator[News]:
-        """Yield what it says while it starts; the iterator ends when the server has."""
+        """Yield the server's reports while it starts; the iterator ends when the server does."""
         ...
 
     async def ended(self) -> str:
-        """Return why it ended, when it has."""
+        """Wait until the server has exited, and return the reason."""
         ...
 
     async def stop(self) -> None:
-        """End it, if it runs; afterwards nothing of it is left."""
+        """Stop the server if it runs; afterwards no part of it remains."""
         ...
 
 
 class OwnedReplicas:
     def __init__(self, servers: Sequence[OwnedServer], key: str, *, count: int | None = None,
                  on_plan: Callable[[Plan], None], on_progress: Progress) -> None:
-        """Own these servers, which ask for `key`, one for each place in the fleet; `count`: how many are started first,
-        all by default."""
+        """Own these servers, one per place in the fleet, whose API key is `key`; `count` of them are started first, by
+        default all."""
         self.starting: set[int] = set()  # places that were added and have not served yet
         self._servers = servers
         self._key = key
@@ -63,17 +63,17 @@ class OwnedReplicas:
         self._on_plan = on_plan
         self._on_progress = on_progress
         self._watchers: Sequence[Watcher] = ()
-        self._keepers: dict[int, asyncio.Task[None]] = {}  # of the places that are to serve
+        self._keepers: dict[int, asyncio.Task[None]] = {}  # tasks of the places that must serve
         self._given_up: set[int] = set()  # places whose servers died too often
 
     @property
     def wanted(self) -> list[int]:
-        """Return the places whose servers run, start, or are started again."""
+        """Return the places whose servers run, start or are being restarted."""
         return sorted(self._keepers)
 
     async def start(self, watchers: Sequence[Watcher]) -> None:
-        """Start the first, which may compile and fetch what all need, then the others at once; SpilloverError if one
-        cannot start."""
+        """Start the first server, which may compile and fetch for all, then the others concurrently; raise
+        SpilloverError if one cannot start."""
         self._watchers = watchers
         for watcher in watchers[self._count:]:
             watcher.rest(NOT_NEEDED)
@@ -82,7 +82,7 @@ class OwnedReplicas:
         self._keepers = {place: asyncio.create_task(self._keep(place)) for place in range(self._count)}
 
     def add(self) -> int | None:
-        """Begin to start one more; returns its place, None if there is none left."""
+        """Begin to start one more server and return its place; None if no place is left."""
         place = next((each for each in range(len(self._servers))
                       if each not in self._keepers and each not in self._given_up), None)
         if place is not None:
@@ -91,7 +91,7 @@ class OwnedReplicas:
         return place
 
     async def remove(self, place: int) -> None:
-        """End one; its place can be added again."""
+        """Stop the server of a place, which can be added again later."""
         keeper = self._keepers.get(place)
         if keeper is not None:
             keeper.cancel()
@@ -101,14 +101,14 @@ class OwnedReplicas:
         self._keepers.pop(place, None)
 
     async def stop(self) -> None:
-        """End all; afterwards nothing of them is left."""
+        """Stop all servers; afterwards no part of them remains."""
         for keeper in self._keepers.values():
             keeper.cancel()
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
         await asyncio.gather(*(server.stop() for server in self._servers))
 
     async def _start(self, place: int, first: bool = False) -> None:
-        """Spawn one and wait until it serves; SpilloverError with its own sentence if it cannot."""
+        """Spawn a server and wait until it serves; raise SpilloverError with the reason if it cannot."""
         server = self._servers[place]
         try:
             url = await server.spawn()
@@ -141,7 +141,7 @@ class OwnedReplicas:
         await self._keep(place)
 
     async def _keep(self, place: int) -> None:
-        """Start a server again whenever it has died."""
+        """Restart a server whenever it has died."""
         server, watcher = self._servers[place], self._watchers[place]
         quick_deaths, serves = 0, True
         while True:

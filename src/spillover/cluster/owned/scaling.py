@@ -1,4 +1,4 @@
-"""Keeps as many replicas as the load needs: starts more, and lets those that are to leave end their requests first."""
+"""Scales the replicas with the load: starts more, and drains those that are to be removed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from spillover.cluster.watch import clock
 
 log = logging.getLogger("spillover.router")
 
-LOOK_SECONDS = 0.5  # between two looks at the load
-DRAINED_SECONDS = 0.1  # between two looks at a replica that is to leave
-AGAIN_SECONDS = 30.0  # after a replica that could not be started, before the next attempt
+LOOK_SECONDS = 0.5  # between two checks of the load
+DRAINED_SECONDS = 0.1  # between two checks of a draining replica
+AGAIN_SECONDS = 30.0  # wait before the next attempt after a replica could not be started
 
 
 class Scaling:
     def __init__(self, fleet: Fleet, replicas: OwnedReplicas, settings: ScaleSettings, drain_seconds: float) -> None:
-        self.target = 0  # replicas that there should be, as decided last
+        self.target = 0  # target number of replicas of the last decision
         self._fleet = fleet
         self._replicas = replicas
         self._autoscaler = Autoscaler(settings)
         self._drain_seconds = drain_seconds
         self._leaving: dict[int, asyncio.Task[None]] = {}
-        self._ending: set[int] = set()  # of these, those whose server is being ended
-        self._starting: set[int] = set()  # when last looked
-        self._not_before = 0.0  # when the next may be started
+        self._ending: set[int] = set()  # those of `_leaving` whose server is being stopped
+        self._starting: set[int] = set()  # places that were starting at the last check
+        self._not_before = 0.0  # earliest time of the next start
 
     async def run(self) -> None:
         try:
@@ -40,7 +40,7 @@ class Scaling:
             await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
     def look(self, now: float) -> None:
-        """Decide once, and begin what follows from it."""
+        """Decide once, and begin to start or remove replicas accordingly."""
         replicas = self._replicas
         stay = [place for place in replicas.wanted if place not in self._leaving]
         if any(place not in replicas.wanted for place in self._starting):
@@ -49,7 +49,7 @@ class Scaling:
         self.target = self._autoscaler.decide(observe(self._fleet, now, stay, self._starting), now)
         for _ in range(self.target - len(stay)):
             if (back := next((place for place in self._leaving if place not in self._ending), None)) is not None:
-                self._return(back)  # the quickest start is not to leave
+                self._return(back)  # the quickest way to scale up is to keep a leaving replica
             elif now >= self._not_before:
                 self._grow()
         for _ in range(len(stay) - self.target):
@@ -70,7 +70,7 @@ class Scaling:
         log.info("%s stays after all", self._fleet.replicas[place].name)
 
     async def _leave(self, place: int) -> None:
-        """Keep new requests away, wait for those that run, and end the server."""
+        """Keep new requests away, wait for running ones, and stop the server."""
         replica = self._fleet.replicas[place]
         replica.draining = True
         deadline = clock() + self._drain_seconds

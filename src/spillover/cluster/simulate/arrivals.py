@@ -1,5 +1,5 @@
-"""Requests to simulate, with names for the blocks of their prompts: the same name is the same tokens behind the same
-tokens."""
+"""Requests to simulate, with keys for the blocks of their prompts: blocks with the same tokens after the same prefix
+have the same key."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    at: float  # seconds
-    tokens: int  # of the prompt
-    output_tokens: int  # of the answer, at least 1
-    keys: Sequence[int] = ()  # of the prompt's full blocks; none: nothing of it is found again
+    at: float  # arrival time in seconds
+    tokens: int  # number of prompt tokens
+    output_tokens: int  # number of answer tokens, at least 1
+    keys: Sequence[int] = ()  # keys of the prompt's full blocks; empty if none is ever found again
 
 
 class BlockNames:
-    """Names blocks by what they hold and what is before them, exactly: no digest, so no collision."""
+    """Assigns keys to blocks by their contents and the block before, exactly: no digest, so no collision."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -25,11 +25,11 @@ class BlockNames:
         self._mixed: dict[tuple[int, tuple[tuple[Hashable, int, int], ...]], int] = {}
 
     def keys(self, parts: Iterable[tuple[Hashable, int]]) -> tuple[int, ...]:
-        """Return the names of a prompt's full blocks. `parts`: names and lengths of its pieces; of two with the same
-        name the shorter is how the longer begins."""
+        """Return the keys of a prompt's full blocks. `parts` has names and lengths of its pieces; of two pieces with
+        the same name the shorter is a prefix of the longer."""
         size, names = self.block_size, list[int]()
         spans: list[tuple[Hashable, int, int]] = []
-        left = size  # tokens that the open block still takes
+        left = size  # tokens that still fit into the open block
         for part, length in parts:
             at = 0
             if left == size and length >= size:
@@ -56,8 +56,8 @@ class BlockNames:
 
 
 def reusable(arrivals: Iterable[Arrival], block_size: int) -> float:
-    """Return the share of prompt tokens that one endless cache finds in the order of arrival: the most any router can
-    have found. The last token of a prompt is always computed."""
+    """Return the share of prompt tokens that one unlimited cache finds in the order of arrival: the most that any
+    router could have found. The last token of a prompt is always computed."""
     seen: set[int] = set()
     found = total = 0
     for arrival in arrivals:

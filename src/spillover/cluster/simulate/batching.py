@@ -1,8 +1,8 @@
-"""One replica in simulated time: continuous batching with chunked prefill, by the engine's own rules.
+"""One replica in simulated time: continuous batching with chunked prefill, by the engine's rules.
 
-Follows `engine/scheduler.py` and `engine/loop.py`: decodes first, then prompts already begun, then new ones in order of
-arrival, under one budget of tokens; the step after the next is chosen when the next begins (overlap); who leaves keeps
-its blocks until the steps launched with it have ended; where blocks are short, the last to come is preempted.
+Follows `engine/scheduler.py` and `engine/loop.py`: decodes first, then begun prompts, then new ones in order of
+arrival, all under one token budget; with overlap a step is scheduled when the one before it begins; a leaving request
+keeps its blocks until the steps launched with it have completed; without free blocks the latest request is preempted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spillover.cluster.simulate.block_cache import BlockCache, Held
 from spillover.cluster.simulate.costs import StepCosts, StepLoad
 from spillover.memory.spill.restore_plan import ComputeCost
 
-WATERMARK = 0.01  # share of the blocks that admission leaves free, as the engine does
+WATERMARK = 0.01  # share of the blocks that admission leaves free, as in the engine
 
 
 class Status(Enum):
@@ -31,20 +31,20 @@ class Status(Enum):
 class SimulatedRequest:
     """A request at one replica."""
 
-    number: int  # of its arrival
-    prompt: int  # tokens
-    limit: int  # tokens of the answer after which it ends here
-    keys: list[int] = field(default_factory=list)  # of its full blocks; those of its answer are added
-    received: bool = False  # its prompt's KV has come from another replica, with the first token of the answer
-    known: int = 0  # tokens, with those that launched steps will bring
+    number: int  # index of its arrival
+    prompt: int  # number of prompt tokens
+    limit: int  # number of answer tokens at which it finishes at this replica
+    keys: list[int] = field(default_factory=list)  # keys of its full blocks; those of its answer are appended
+    received: bool = False  # its prompt's KV was sent by another replica, with the first token of the answer
+    known: int = 0  # number of tokens, including those that launched steps will sample
     computed: int = 0
-    generated: int = 0  # tokens of the answer that have come
+    generated: int = 0  # number of sampled answer tokens
     pending: int = 0
-    in_flight: int = 0  # launched steps that it is in
+    in_flight: int = 0  # number of launched steps that it is in
     status: Status = Status.WAITING
     restoring: bool = False
     admitted: bool = False
-    device_tokens: int = 0  # of the prompt, found on the device when it was first admitted, ...
+    device_tokens: int = 0  # prompt tokens found on the device when it was first admitted, ...
     host_tokens: int = 0  # ... and in host memory
     held: Held = field(default_factory=Held)
 
@@ -56,8 +56,8 @@ class SimulatedRequest:
 @dataclass(slots=True)
 class Item:
     sequence: SimulatedRequest
-    count: int  # tokens computed
-    end: int  # tokens of the sequence that are computed then
+    count: int  # number of tokens computed
+    end: int  # number of the sequence's tokens computed after the step
     samples: bool
 
 
@@ -70,14 +70,14 @@ class SimulatedStep:
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """Limits of one replica, under the engine's names."""
+    """The limits of one replica, with the engine's names."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     num_blocks: int = 1 << 30
     host_blocks: int = 0
-    host_block_seconds: float = 0.0  # to bring a block back from host memory
+    host_block_seconds: float = 0.0  # time to copy a block back from host memory
     overlap: bool = True  # --async-scheduling
 
 
@@ -85,14 +85,14 @@ class SimulatedReplica:
     def __init__(self, settings: ReplicaSettings, costs: StepCosts, cache: BlockCache,
                  at: Callable[[float, Callable[[float], None]], None],
                  on_step: Callable[[SimulatedReplica, SimulatedStep, float], None]) -> None:
-        """Make an idle replica. `at` calls back at a time; `on_step` hears of every step that has ended, after what it
-        brought has been counted."""
+        """Create an idle replica. `at` schedules a callback at a time; `on_step` is called for every completed step,
+        after its results have been counted."""
         self.settings = settings
         self.costs = costs
         self.cache = cache
         most = settings.max_num_batched_tokens
         whole = costs.seconds(StepLoad(most, most * most / 2))
-        self.cost = ComputeCost(whole / most)  # what the engine has learned of its own speed; it is warm
+        self.cost = ComputeCost(whole / most)  # the engine's estimate of its own speed, here after warm-up
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: list[SimulatedRequest] = []
         self.steps = 0
@@ -103,8 +103,8 @@ class SimulatedReplica:
         self._leaving: set[SimulatedRequest] = set()
         self._current: SimulatedStep | None = None
         self._next: SimulatedStep | None = None
-        self._answers = itertools.count(-1, -1)  # names of blocks of answers
-        self._link_free = 0.0  # when the link from host memory has nothing more to bring
+        self._answers = itertools.count(-1, -1)  # keys for blocks of answers
+        self._link_free = 0.0  # time when the link from host memory becomes free
         self._watermark = int(WATERMARK * cache.capacity)
 
     def add(self, sequence: SimulatedRequest, now: float) -> None:
@@ -138,7 +138,7 @@ class SimulatedReplica:
         self._on_step(self, step, now)
         self._run(following if following is not None else self._schedule(now), now)
 
-    # Choosing
+    # Scheduling
 
     def _schedule(self, now: float) -> SimulatedStep | None:
         items: list[Item] = []
@@ -162,7 +162,7 @@ class SimulatedReplica:
     def _make_room(self, sequence: SimulatedRequest, tokens: int, items: list[Item]) -> bool:
         missing = self._missing(sequence, tokens)
         while missing > 0 and not self.cache.take(sequence.held, missing):
-            if self._leaving:  # their blocks are about to come free
+            if self._leaving:  # leaving requests are about to free their blocks
                 return False
             taken = {item.sequence for item in items}
             victim = next(each for each in reversed(self.running) if each not in taken and not each.restoring)
@@ -184,7 +184,7 @@ class SimulatedReplica:
             most = min(len(sequence.keys), (sequence.known - 1) // size)
             device, host = self.cache.match(sequence.keys, most)
             if host and self.settings.host_block_seconds >= size * (self.cost.token_seconds or 0.0):
-                host = 0  # computing them is faster
+                host = 0  # computing the blocks is faster
             self.cache.hold(sequence.held, sequence.keys[:device])
             missing = self._missing(sequence, sequence.known)
             if missing + outstanding + (self._watermark if self.running else 0) > self.cache.available:
@@ -193,7 +193,7 @@ class SimulatedReplica:
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.status, sequence.computed = Status.RUNNING, device * size
-            if sequence.received and not sequence.admitted:  # a later admission computes again what was preempted
+            if sequence.received and not sequence.admitted:  # a later admission recomputes what was preempted
                 self._receive(sequence)
             elif host:
                 self._restore(sequence, device, host, now)
@@ -209,14 +209,14 @@ class SimulatedReplica:
             outstanding += max(0, self._missing(sequence, sequence.known))
 
     def _receive(self, sequence: SimulatedRequest) -> None:
-        """Give a sequence the blocks that have come for it."""
+        """Allocate the blocks of a prompt whose KV was sent by another replica."""
         fits = self.cache.take(sequence.held, self._missing(sequence, sequence.prompt))
         assert fits
         self._name(sequence, sequence.prompt)
         sequence.computed = sequence.prompt
 
     def _restore(self, sequence: SimulatedRequest, device: int, host: int, now: float) -> None:
-        """Bring blocks from host memory; until they are there, nothing of the sequence is computed."""
+        """Copy blocks from host memory; until that has completed, the sequence is not computed."""
         fits = self.cache.take(sequence.held, host)
         assert fits
         sequence.restoring = True
@@ -230,7 +230,7 @@ class SimulatedReplica:
 
         self._at(self._link_free, restored)
 
-    # Taking in results, and leaving
+    # Results and leaving
 
     def _finish(self, step: SimulatedStep) -> None:
         for item in step.items:
@@ -251,7 +251,7 @@ class SimulatedReplica:
     def _name(self, sequence: SimulatedRequest, tokens: int) -> None:
         known, full = len(sequence.held.named), tokens // self.settings.block_size
         if known < full:
-            while len(sequence.keys) < full:  # of its answer: no prompt of a trace is known to have them
+            while len(sequence.keys) < full:  # blocks of the answer, which no prompt of a trace contains
                 sequence.keys.append(next(self._answers))
             self.cache.name(sequence.held, sequence.keys[known:full])
 

@@ -1,6 +1,6 @@
-"""A replica's KV blocks in simulated time: those that requests hold, those kept for reuse, LRU; and host memory behind.
+"""A replica's KV blocks in simulated time: those held by requests, those kept for reuse (LRU), and host memory below.
 
-Blocks of one request are released from its last one on, so what others share goes last, as in the engine's tree."""
+A request's blocks are released from the last to the first, so shared ones are evicted last, as in the engine's tree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spillover.memory.kv.event_wire import CPU, GPU
 
 
 class Listener(Protocol):
-    """What hears of blocks that come and go: a router's index, or nobody."""
+    """A listener to blocks that are stored and removed, such as a router's index."""
 
     def store(self, medium: str, keys: Sequence[int]) -> None: ...
 
@@ -30,11 +30,11 @@ class Nobody:
 
 @dataclass
 class Held:
-    """Blocks of one request."""
+    """The blocks of one request."""
 
-    named: list[int] = field(default_factory=list)  # keys that others may find, in order, each counted once for it
-    private: int = 0  # blocks that nobody else can find: not computed yet, or doubles
-    doubles: int = 0  # private ones whose key another block already had
+    named: list[int] = field(default_factory=list)  # keys that others can find, in order; the request is a user of each
+    private: int = 0  # number of blocks that other requests cannot find: not computed yet, or duplicates
+    doubles: int = 0  # number of private blocks whose key another block already had
 
 
 class BlockCache:
@@ -42,24 +42,24 @@ class BlockCache:
         self.capacity = capacity
         self.host_capacity = host_capacity
         self._listener = listener or Nobody()
-        self._users: dict[int, int] = {}  # key -> requests that hold the block; 0: evictable
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # used longest ago first
+        self._users: dict[int, int] = {}  # key -> number of requests that hold the block; 0 if evictable
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._host: OrderedDict[int, None] = OrderedDict()
         self._private = 0
         self.evictions = 0
 
     @property
     def used(self) -> int:
-        """Return the blocks that hold something."""
+        """Return the number of blocks that hold KV or are allocated."""
         return len(self._users) + self._private
 
     @property
     def available(self) -> int:
-        """Return the blocks that can be had: free, or evictable."""
+        """Return the number of blocks that can be allocated: free or evictable."""
         return self.capacity - self.used + len(self._evictable)
 
     def match(self, keys: Sequence[int], most: int) -> tuple[int, int]:
-        """Return how many leading blocks are on the device, and how many behind them in host memory."""
+        """Return how many leading blocks are on the device, and how many after them are in host memory."""
         device, most = 0, min(most, len(keys))
         while device < most and keys[device] in self._users:
             device += 1
@@ -69,7 +69,7 @@ class BlockCache:
         return device, host - device
 
     def hold(self, held: Held, keys: Iterable[int]) -> None:
-        """Give a request blocks that are on the device."""
+        """Let a request hold blocks that are on the device."""
         for key in keys:
             if not self._users[key]:
                 del self._evictable[key]
@@ -79,7 +79,7 @@ class BlockCache:
                 self._host.move_to_end(key)
 
     def take(self, held: Held, count: int) -> bool:
-        """Give a request `count` empty blocks, evicting where none is free; False: there are not as many."""
+        """Allocate `count` empty blocks for a request, evicting if necessary; return False if there are not enough."""
         if count > self.available:
             return False
         short = count - (self.capacity - self.used)
@@ -90,10 +90,10 @@ class BlockCache:
         return True
 
     def name(self, held: Held, keys: Sequence[int]) -> None:
-        """Let others find a request's next blocks, which have been computed."""
+        """Make a request's next blocks, which have been computed, available to other requests."""
         new = []
         for key in keys:
-            if key in self._users:  # computed twice at once: the double goes with its request
+            if key in self._users:  # computed twice concurrently: the duplicate is freed with its request
                 if not self._users[key]:
                     del self._evictable[key]
                 self._users[key] += 1
@@ -108,7 +108,7 @@ class BlockCache:
             self._listener.store(GPU, new)
 
     def release(self, held: Held) -> None:
-        """Take a request's blocks back; those with a name are kept until their room is needed."""
+        """Release a request's blocks; those with a key are kept until they are evicted."""
         for key in reversed(held.named):
             self._users[key] -= 1
             if not self._users[key]:
@@ -117,7 +117,7 @@ class BlockCache:
         held.named, held.private, held.doubles = [], 0, 0
 
     def check(self) -> None:
-        """Assert what must always hold."""
+        """Assert the invariants."""
         assert self._private >= 0
         assert self.used <= self.capacity
         assert len(self._host) <= self.host_capacity

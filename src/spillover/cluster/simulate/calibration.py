@@ -1,4 +1,4 @@
-"""How far simulations were from real runs: results that `benchmarks/simulate.py` wrote, and what to say of them."""
+"""The error of simulations against real runs: reads the results of `benchmarks/simulate.py` and describes them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from spillover.errors import SpilloverError
 
 FORMAT = "spillover-simulator-calibration/1"
-WITHIN = 0.10  # the error that is aimed at
+WITHIN = 0.10  # the target for the error
 DEFAULT = "benchmarks/results/simulator.json"
 NOT_COMPARED = "not compared with real runs"
-COMPARED = ("ttft_mean", "requests_per_second")  # that must be within
+COMPARED = ("ttft_mean", "requests_per_second")  # metrics that must be within the target
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One real run beside its simulation."""
+    """One real run and the errors of its simulation."""
 
     workload: str
     replicas: int
     policy: str
-    rate: float  # requests a second
+    rate: float  # requests per second
     errors: Mapping[str, float]  # predicted / measured - 1, by metric
 
 
@@ -34,10 +34,10 @@ class Calibration:
     points: tuple[Compared, ...]
     step: str = ""  # step costs of the runs
     date: str = ""
-    worst: Mapping[str, float] = field(default_factory=dict)  # of all points, by metric
+    worst: Mapping[str, float] = field(default_factory=dict)  # largest error of all points, by metric
 
     def lines(self) -> list[str]:
-        """Return what is printed with every result."""
+        """Return the lines to print with every result."""
         sizes = ", ".join(str(size) for size in sorted({point.replicas for point in self.points}))
         worst = max((abs(self.worst[name]) for name in COMPARED if name in self.worst), default=0.0)
         shown = [f"Error against real runs ({self.source}, {self.date[:10] or 'no date'}): mean TTFT and throughput "
@@ -50,12 +50,12 @@ class Calibration:
 
 
 def errors(measured: Mapping[str, float], predicted: Mapping[str, float]) -> dict[str, float]:
-    """Return predicted / measured - 1 of each metric that was measured above 0."""
+    """Return predicted / measured - 1 for each metric measured above 0."""
     return {name: predicted[name] / value - 1 for name, value in measured.items() if value > 0 and name in predicted}
 
 
 def read_calibration(path: str | None) -> Calibration | None:
-    """Read a results file; None where no path is given and none lies in its usual place."""
+    """Read a results file; None if no path is given and the default file does not exist."""
     if path is None:
         if not Path(DEFAULT).is_file():
             return None

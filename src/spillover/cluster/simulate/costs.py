@@ -1,4 +1,4 @@
-"""What a step of a replica takes: a few coefficients, fitted to steps that the engine was measured with."""
+"""The time of a replica's step: a few coefficients, fitted to measured steps of the engine."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ FORMAT = "spillover-step-costs/1"
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What a step computes."""
+    """The work of a step."""
 
     prefill_tokens: int = 0
-    prefill_pairs: float = 0.0  # sum over prompts of tokens computed x mean tokens that they attend to
+    prefill_pairs: float = 0.0  # sum over prompts of tokens computed x mean number of tokens that they attend to
     decode_rows: int = 0
-    decode_context: int = 0  # tokens in the cache of all rows that decode
+    decode_context: int = 0  # tokens in the caches of all rows that decode
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds. A step takes the sum of what it has of each."""
+    """Coefficients in seconds. The time of a step is the sum of its counts times these."""
 
-    step: float = 0.0  # any step
+    step: float = 0.0  # fixed cost of any step
     prefill_token: float = 0.0
     prefill_pair: float = 0.0
     decode_row: float = 0.0
@@ -51,7 +51,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Fit:
-    """Costs, and how well they say what was measured: errors as shares of the measured seconds."""
+    """Costs and their fit to the measurements, with errors as shares of the measured seconds."""
 
     costs: StepCosts
     points: tuple[Point, ...] = ()
@@ -70,7 +70,7 @@ class Fit:
 
 
 def fit(points: Sequence[Point]) -> Fit:
-    """Fit costs that are not negative, with the least squares of relative errors."""
+    """Fit nonnegative costs with the least squares of relative errors."""
     if not points:
         raise SpilloverError("no measured step to fit costs to; measure some with --costs measure")
     rows = np.array([[1.0, point.load.prefill_tokens, point.load.prefill_pairs, point.load.decode_rows,
@@ -80,7 +80,7 @@ def fit(points: Sequence[Point]) -> Fit:
     widths = np.abs(scaled).max(axis=0)
     used = [column for column in range(rows.shape[1]) if widths[column] > 0]
     found = np.zeros(rows.shape[1])
-    while used:  # leave out the most negative one until none is
+    while used:  # drop the most negative coefficient until none is negative
         part, *_ = np.linalg.lstsq(scaled[:, used] / widths[used], np.ones(len(points)), rcond=None)
         if part.min() >= -1e-12:
             found[used] = np.maximum(part, 0.0) / widths[used]
@@ -91,13 +91,13 @@ def fit(points: Sequence[Point]) -> Fit:
 
 @dataclass(frozen=True)
 class Measured:
-    """A replica as it was measured: step costs, and what else a simulation takes from it unless told otherwise."""
+    """A measured replica: its step costs, and the other defaults that a simulation takes from it."""
 
     fit: Fit
-    source: str  # where the costs are from, for the reader
+    source: str  # origin of the costs, for the reader
     model: str | None = None
-    request_seconds: float = 0.0  # of a request outside of steps: HTTP, tokenising, messages
-    router_seconds: float = 0.0  # that a router adds
+    request_seconds: float = 0.0  # time of a request outside of steps: HTTP, tokenising, messages
+    router_seconds: float = 0.0  # time that a router adds
     kv_bytes_per_token: int | None = None
     block_size: int | None = None
     num_blocks: int | None = None
@@ -110,7 +110,7 @@ SETTINGS = ("model", "request_seconds", "router_seconds", "kv_bytes_per_token", 
 
 
 def given(text: str) -> Measured | None:
-    """Return costs that are given as `STEP,TOKEN` in milliseconds, as for --simulate-step; None: that is no such."""
+    """Return costs given as `STEP,TOKEN` in milliseconds, as for --simulate-step; None if `text` has another form."""
     try:
         step, token = (float(part) / 1e3 for part in text.split(","))
     except ValueError:
@@ -121,14 +121,14 @@ def given(text: str) -> Measured | None:
 
 
 def as_json(measured: Measured) -> dict[str, Any]:
-    """Return what a cost file holds."""
+    """Return the contents of a cost file."""
     points = [{**asdict(point.load), "seconds": point.seconds} for point in measured.fit.points]
     return {"format": FORMAT, **{name: getattr(measured, name) for name in SETTINGS},
             "coefficients": asdict(measured.fit.costs), "points": points}
 
 
 def read_costs(path: str) -> Measured:
-    """Read a cost file; SpilloverError if it is none. Where it has points, they are fitted again."""
+    """Read a cost file; raise SpilloverError if it is invalid. If it has points, the costs are fitted to them again."""
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

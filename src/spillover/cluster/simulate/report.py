@@ -1,4 +1,4 @@
-"""Numbers of a simulation, under the names that the benchmarks use, and what they rest on."""
+"""The metrics of a simulation, with the names of the benchmarks, and the assumptions behind them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PERCENTILES = (50, 95, 99)
 
 
 def summary(outcome: Outcome, hour_cost: float | None = None) -> dict[str, Any]:
-    """Return a simulation's numbers; seconds, and shares of 1. `hour_cost`: of a replica."""
+    """Return a simulation's metrics in seconds and shares of 1. `hour_cost` is the cost of a replica per hour."""
     settings = outcome.settings
     first = np.asarray(outcome.first_token)
     first = first[~np.isnan(first)]
@@ -41,7 +41,7 @@ def summary(outcome: Outcome, hour_cost: float | None = None) -> dict[str, Any]:
 
 
 def assumptions(measured: Measured, settings: Sequence[FleetSettings]) -> list[str]:
-    """Return what the numbers rest on, a sentence each."""
+    """Return the assumptions behind the metrics, one sentence each."""
     first, fit = settings[0], measured.fit
     lines = [f"Step costs: {measured.source}" + (f", {len(fit.points)} measured steps fitted within "
              f"{fit.mean_error:.1%} on average, {fit.worst_error:.1%} at most" if fit.points else ""),

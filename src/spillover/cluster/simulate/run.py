@@ -1,4 +1,4 @@
-"""Plays arrivals over a fleet in simulated time; the router's decisions are the real ones (`cluster/fleet.py`)."""
+"""Runs arrivals through a fleet in simulated time; the router's real code decides (`cluster/fleet.py`)."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ from spillover.cluster.simulate.costs import StepCosts
 from spillover.memory.kv.event_wire import CPU
 
 SPACE = "simulated"
-LOOK_SECONDS = 1.0  # between two times that a replica tells the router of itself, as in `cluster/watch.py`
+LOOK_SECONDS = 1.0  # interval of a replica's reports to the router, as in `cluster/watch.py`
 
 
 @dataclass(frozen=True)
 class FleetSettings:
-    """What is simulated."""
+    """The fleet to simulate."""
 
-    replicas: int = 1  # that compute prompts; also answers, unless others decode
-    decode_replicas: int = 0  # that only decode what others have computed; 0: nothing is split
+    replicas: int = 1  # number of replicas that compute prompts, and also decode unless others do
+    decode_replicas: int = 0  # number of replicas that only decode; 0 for no disaggregation
     policy: str = "predicted"
-    kv_events: bool = True  # the router knows exactly what each replica holds; else it guesses
+    kv_events: bool = True  # the router knows exactly what each replica holds; otherwise it guesses
     replica: ReplicaSettings = field(default_factory=ReplicaSettings)
-    request_seconds: float = 0.0  # of a request before its replica's queue: HTTP, tokenising
-    router_seconds: float = 0.0  # in the router
-    transfer_token_seconds: float = 0.0  # a token's KV from a replica that prefills to one that decodes
+    request_seconds: float = 0.0  # time of a request before its replica's queue: HTTP, tokenising
+    router_seconds: float = 0.0  # time of a request in the router
+    transfer_token_seconds: float = 0.0  # time to send a token's KV from a prefill to a decode replica
 
 
 @dataclass
 class Outcome:
     settings: FleetSettings
-    first_token: array[float]  # seconds from arrival; by request, nan: refused
-    finished: array[float]  # on the clock of the trace, likewise
+    first_token: array[float]  # seconds from arrival, by request; nan if refused
+    finished: array[float]  # time on the trace's clock, by request; nan if refused
     gaps: array[float] = field(default_factory=lambda: array("d"))  # between two tokens of an answer, of all requests
-    refused: int = 0  # longer than a replica's blocks
-    prompt_tokens: int = 0  # of requests that were not refused, and ...
-    device_tokens: int = 0  # ... of these, found on a device and ...
-    host_tokens: int = 0  # ... in host memory
+    refused: int = 0  # requests longer than a replica's blocks
+    prompt_tokens: int = 0  # prompt tokens of requests that were not refused
+    device_tokens: int = 0  # prompt tokens found on a device
+    host_tokens: int = 0  # prompt tokens found in host memory
     output_tokens: int = 0
     steps: int = 0
     preemptions: int = 0
-    busy_seconds: list[float] = field(default_factory=list)  # by replica, those that decode last
-    served: list[int] = field(default_factory=list)  # requests by replica that computed the prompt
+    busy_seconds: list[float] = field(default_factory=list)  # by replica, decode replicas last
+    served: list[int] = field(default_factory=list)  # number of requests by replica that computed the prompt
     seconds: float = 0.0  # from the first arrival to the last token
 
 
 def simulate(arrivals: Sequence[Arrival], settings: FleetSettings, costs: StepCosts,
              on_step: Callable[[SimulatedReplica, SimulatedStep, float], None] | None = None) -> Outcome:
-    """Play arrivals, which are in order of time. `on_step` hears of every step."""
+    """Simulate arrivals, which are in order of time. `on_step` is called for every step."""
     return _Simulation(arrivals, settings, costs, on_step).run()
 
 
 class _Index:
-    """Tells the router's index what a replica's cache keeps, at once and without loss."""
+    """A listener that updates the router's index with a replica's blocks, at once and without loss."""
 
     def __init__(self, fleet: Fleet, place: int) -> None:
         self._index, self._place = fleet.index, place
@@ -75,13 +75,13 @@ class _Index:
 
 @dataclass
 class _Open:
-    """A request under way."""
+    """A request that has not finished."""
 
     flight: Flight
-    place: int  # of the replica that computes the prompt
-    last: float = 0.0  # when its latest token came
-    target: int = -1  # the replica that decodes it, where that is another
-    sent: int = 0  # tokens whose KV the target has, or that are on their way
+    place: int  # place of the replica that computes the prompt
+    last: float = 0.0  # time of the latest token
+    target: int = -1  # index of the decode replica; -1 if not chosen
+    sent: int = 0  # number of tokens whose KV the target has or is being sent
 
 
 class _Simulation:
@@ -108,7 +108,7 @@ class _Simulation:
         for _ in range(settings.decode_replicas):
             self.decoders.append(self._server(costs, BlockCache(settings.replica.num_blocks,
                                                                 settings.replica.host_blocks)))
-        self._decoding = [0] * settings.decode_replicas  # requests given to each
+        self._decoding = [0] * settings.decode_replicas  # number of open requests of each
         self._link_free = [0.0] * settings.replicas
         self._open: dict[int, _Open] = {}
         self._told = -LOOK_SECONDS
@@ -142,7 +142,7 @@ class _Simulation:
     def _at(self, time: float, do: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), do))
 
-    # A request's way
+    # The path of a request
 
     def _arrive(self, number: int, arrival: Arrival) -> None:
         size, outcome = self.settings.replica.block_size, self.outcome
@@ -165,7 +165,7 @@ class _Simulation:
                  lambda now: self.servers[place].add(sequence, now))
 
     def _tell(self, now: float) -> None:
-        """Let replicas tell what they know of themselves, as often as a router asks."""
+        """Report the replicas' state to the router, as often as a router requests it."""
         if now - self._told < LOOK_SECONDS:
             return
         self._told = now
@@ -207,10 +207,10 @@ class _Simulation:
         elif self.decoders and not sequence.received:
             self._hand_over(sequence, arrival)
 
-    # Prefill and decode apart
+    # Disaggregation
 
     def _send(self, sequence: SimulatedRequest, end: int, now: float) -> None:
-        """Send what has been computed of a prompt on, while the rest is computed."""
+        """Send the KV that a step computed to the decode replica, while the rest of the prompt is computed."""
         opened, arrival = self._open[sequence.number], self.arrivals[sequence.number]
         if arrival.output_tokens == 1:
             return
@@ -225,7 +225,7 @@ class _Simulation:
                                          + new * self.settings.transfer_token_seconds)
 
     def _hand_over(self, sequence: SimulatedRequest, arrival: Arrival) -> None:
-        """Let another replica decode, as soon as the last of the prompt's KV has come."""
+        """Move the request to its decode replica as soon as the last of the prompt's KV has arrived."""
         opened = self._open[sequence.number]
         received = SimulatedRequest(sequence.number, arrival.tokens, arrival.output_tokens, list(arrival.keys), True)
         self._at(max(self._link_free[opened.place], opened.last),

@@ -1,1 +1,1 @@
-"""What the runners of all devices share: requests, a step's arrays, sampling, results."""
+"""Parts that the runners of all devices share: request table, step arrays, sampling, results."""

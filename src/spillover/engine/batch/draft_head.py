@@ -1,8 +1,8 @@
-"""A head that drafts from the hidden states of a runner's model, in one more layer of the same KV blocks.
+"""A head that drafts from the hidden states of a runner's model, with its KV in an additional layer of the KV blocks.
 
-Every step stores the head's keys and values for its rows beside the model's own, and keeps what the next draft begins
-with. So what the head knows of a prefix is restored, shared and evicted with the blocks of that prefix; where only the
-blocks are there (after a prefix hit, a restore or a preemption), the first row computed follows zeros.
+Every step stores the head's keys and values for its rows next to the model's, and keeps the features with which the
+next draft begins. So the head's KV of a prefix is restored, shared and evicted with the prefix's blocks. Features are
+not: after a prefix hit, a restore or a preemption, zeros take the place of those before the first computed row.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from spillover.models.layers import Decoder, KVViews, Tap
 
 
 class ReadsFeatures(Protocol):
-    """What reads the hidden states of a runner's steps."""
+    """A reader of the hidden states of a runner's steps."""
 
     def taps(self, rows: int) -> tuple[Tensor, list[Tap]]:
-        """Return room for the model's hidden states of a step [rows, taps * hidden], and which go where."""
+        """Return a buffer [rows, taps * hidden] for a step's hidden states, and its part for each tapped layer."""
         ...
 
     def observe(self, token_ids: Tensor, features: Tensor, batch: AttentionBatch, slots: Tensor,
                 follows: Tensor) -> None:
-        """Take in a step that the model has computed: `features` as `taps` made room for them, `slots` and `follows`
-        [B] of its requests, `batch` of the first layer group."""
+        """Process a step that the model has computed: `features` is the buffer of `taps`, `slots` and `follows` [B] are
+        those of its requests, `batch` that of the first layer group."""
         ...
 
 
 def feature_taps(layers: Sequence[int], rows: int, model: Decoder, device: torch.device) -> tuple[Tensor, list[Tap]]:
-    """Make room for hidden states [rows, layers * hidden] of a model."""
+    """Allocate a buffer [rows, layers * hidden] for hidden states; return it with its part for each layer."""
     hidden = model.config.hidden_size
     features = torch.empty(rows, len(layers) * hidden, dtype=model.dtype, device=device)
     return features, [(layer, features.narrow(1, index * hidden, hidden)) for index, layer in enumerate(layers)]
@@ -45,7 +45,7 @@ def feature_taps(layers: Sequence[int], rows: int, model: Decoder, device: torch
 class DraftHead:
     def __init__(self, head: EagleHead, weights: FixedWeights, model: Decoder, model_weights: EngineWeights,
                  kv: KVViews, slots: int, draft_tokens: int) -> None:
-        """Bind a head. `slots`: of requests, that of padding included; `draft_tokens`: the most of one request."""
+        """Bind a head. `slots`: number of request slots, including padding's; `draft_tokens`: maximum per request."""
         self.head = head
         self.weights = weights
         self._model = model
@@ -72,17 +72,17 @@ class DraftHead:
         self.head.store(self._embedded(token_ids), before, self.w, self._kv_layer, batch)
 
     def draft(self, token_ids: Tensor, before: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
-        """Run one pass: a token of each request [B] and what it follows [B, hidden] -> logits [B, draft vocabulary] of
-        the next, and what that one follows."""
+        """Run one pass: from a token per request [B] and the features before it [B, hidden], return the next token's
+        logits [B, draft vocabulary] and the features before that token."""
         return self.head.draft(self._embedded(token_ids), before, self.w, self._kv_layer, batch, self.window)
 
     def tokens(self, ids: Tensor) -> Tensor:
-        """Return the model's tokens for the head's."""
+        """Return the model's token ids for those of the head's vocabulary."""
         w = self.w
         return w["targets"].index_select(0, ids) if "targets" in w else ids
 
     def first(self, places: Tensor) -> Tensor:
-        """Return what drafts begin with: the kept rows at these places."""
+        """Return the features with which drafts begin: the kept rows at these indices."""
         return self.kept.rows.index_select(0, places)
 
     @property

@@ -1,7 +1,7 @@
-"""Sequences longer than the device pool: their first blocks wait in host memory and pass through a stage in each layer.
+"""Sequences longer than the pool: their oldest blocks stay in host memory and pass through a stage in each layer.
 
-While attention reads one segment of a layer the next is copied: by a thread on the CPU, on a stream of its own on CUDA.
-The CPU's own kernel needs no stage for blocks that lie in host memory as they would in the pool: it reads them there.
+While attention reads one segment of a layer, the next is copied: by a thread on the CPU, on a separate stream on CUDA.
+The CPU's kernel needs no stage for blocks that host memory has in the same layout as the pool: it reads them in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spillover.models.config import ModelConfig
 
 
 def spill_codec(config: EngineConfig, model: ModelConfig, pool: Tensor, block_size: int) -> KVCodec | None:
-    """Return what blocks are narrowed with on their way to host memory; None where they stay as they are."""
+    """Return the codec that quantises blocks for host memory; None if they keep the type of the pool."""
     if config.spill_dtype in ("auto", config.kv_cache_dtype):
         return None
     return KVCodec(pool.shape[1], model.num_kv_heads, block_size, model.head_dim, pool.dtype, config.spill_dtype,
@@ -34,11 +34,11 @@ def spill_codec(config: EngineConfig, model: ModelConfig, pool: Tensor, block_si
 
 
 class OffloadStage:
-    """The buffers that segments pass through, kept from step to step. One step at a time uses them."""
+    """The buffers that segments pass through, reused by all steps. Only one step at a time may use them."""
 
     def __init__(self, pool: Tensor, block_size: int, transfers: Transfers, codec: KVCodec | None = None) -> None:
-        """Make the buffers. `pool` [num_blocks, layers, 2, Hk, size]; `codec`: what blocks in host memory are narrowed
-        with, if any."""
+        """Make the buffers. `pool` [num_blocks, layers, 2, Hk, size]; `codec`: the codec of blocks in host memory, if
+        they are quantised."""
         self.block_size = block_size
         self.layers = pool.shape[1]
         self.segment_blocks = segment_blocks(block_size, pool.device.type)
@@ -48,7 +48,7 @@ class OffloadStage:
         self._addresses: tuple[int, ...] = ()
 
     def prefix(self, item: StepItem) -> StagedPrefix:
-        """Return the cold blocks of a request that runs alone, for one step."""
+        """Return the offloaded blocks of a request that runs alone, for one step."""
         cold = len(item.host_blocks)
         resident = torch.tensor(item.new_blocks[0][cold : -(-item.end // self.block_size)])
         if self.buffers.is_cuda:
@@ -56,7 +56,7 @@ class OffloadStage:
         return StagedPrefix(self, self._copier, self._find(item.host_blocks), item.end, resident)
 
     def _find(self, addresses: tuple[int, ...]) -> Tensor:
-        """Return the addresses as a tensor, once those that were not there the step before have been prepared."""
+        """Return the addresses as a tensor, after preparing those that are new since the last step."""
         known = len(self._addresses) if addresses[:len(self._addresses)] == self._addresses else 0
         self._copier.prepare(addresses[known:])
         self._addresses = addresses
@@ -64,7 +64,7 @@ class OffloadStage:
 
 
 class StagedPrefix:
-    """A kernels.batch.OffloadedPrefix: the segments of all layers, one after the other, through the stage's buffers."""
+    """A kernels.batch.OffloadedPrefix that copies the segments of all layers in order through the stage's buffers."""
 
     def __init__(self, stage: OffloadStage, copier: _CpuCopier | _CudaCopier, blocks: Tensor, length: int,
                  resident: Tensor) -> None:
@@ -80,7 +80,7 @@ class StagedPrefix:
 
     def segments(self, layer: int) -> Iterator[Tensor]:
         for segment in range(self._segments):
-            # Whoever asks for this piece is done with the one before, whose buffer the next piece takes.
+            # The caller of next() has finished reading the previous piece, whose buffer the next piece reuses.
             piece = layer * self._segments + segment
             self._begin(piece)
             self._begin(piece + 1)
@@ -115,7 +115,7 @@ class _CpuCopier:
         self._copies: list[CpuCopy | None] = [None] * SEGMENTS
 
     def prepare(self, addresses: Sequence[int]) -> None:
-        """Get blocks ready that were not there the step before; `addresses`: theirs in host memory."""
+        """Prepare blocks that are new since the last step; nothing to do. `addresses`: their host addresses."""
 
     def begin(self, buffer: int, blocks: Tensor, layer: int, stage: Tensor) -> None:
         self._copies[buffer] = self._transfers.submit(partial(stage_blocks, blocks, layer, stage, self._codec),
@@ -128,7 +128,7 @@ class _CpuCopier:
 
 
 class _CudaCopier:
-    """Nothing here waits on the host: the streams wait for each other."""
+    """The copier on CUDA. The host never waits: the streams wait for each other."""
 
     def __init__(self, transfers: CudaTransfers, buffers: Tensor, codec: KVCodec | None) -> None:
         self._transfers = transfers
@@ -146,7 +146,7 @@ class _CudaCopier:
         self._pinned = self._transfers.pool.pin(addresses) and self._pinned
 
     def begin(self, buffer: int, blocks: Tensor, layer: int, stage: Tensor) -> None:
-        # All that reads the buffer has been launched on the current stream.
+        # All kernels that read the buffer so far have been launched on the current stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if self._codec is None:
             self._copy(blocks, layer, stage)

@@ -1,7 +1,7 @@
-"""The requests that a runner has been told of, and what it knows of each.
+"""A runner's table of requests and their state.
 
-Each has a slot: a row of the block tables, which lie on the device, and of arrays that a whole batch is gathered from.
-Steps say which requests are new and which have ended, and which entries of the block tables are new.
+Each request has a slot: a row of the block tables on the device, and of the arrays that a batch is gathered from.
+Steps contain the new requests, the ids of ended ones, and the new entries of the block tables.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from spillover.plan.workspace import max_samples
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The most of a step, from the plan."""
+    """The limits of a step, from the plan."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    captured_rows: int = 0  # CUDA: largest prefill step captured as a graph; 0 disables
-    draft_tokens: int = 0  # of one request
-    simulated: tuple[float, ...] = ()  # drafts are accepted up to each position in this share of cases; (): truly
+    captured_rows: int = 0  # CUDA: rows of the largest prefill step captured as a graph; 0: none is
+    draft_tokens: int = 0  # maximum draft tokens per request
+    simulated: tuple[float, ...] = ()  # simulated share of drafts accepted up to each position; (): drafts are verified
 
     @property
     def max_samples(self) -> int:
-        """Return the most tokens that are sampled in a step."""
+        """Return the maximum number of tokens sampled in a step."""
         return max_samples(self.max_num_seqs, self.max_num_batched_tokens, self.draft_tokens)
 
     def request_table(self, groups: int, block_size: int, device: torch.device) -> RequestTable:
@@ -44,11 +44,11 @@ class StepLimits:
 class Row:
     request: NewRequest
     slot: int
-    token_ids: TokenIds  # as far as the host knows them
+    token_ids: TokenIds  # tokens that the host knows
 
 
 class BlockUpdates(NamedTuple):
-    """Entries of the block tables that are new: places in the flat tables, and the blocks that go there."""
+    """New entries of the block tables: indices into the flattened tables, and the blocks to write there."""
 
     places: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int32]
@@ -60,21 +60,21 @@ _NO_UPDATES = BlockUpdates(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int
 class RequestTable:
     def __init__(self, count: int, groups: int, width: int, device: torch.device,
                  simulated: tuple[float, ...] = ()) -> None:
-        """Make the slots. `width`: blocks of the longest sequence. One slot more has an empty table: for padding.
-        `simulated`: how often drafts count as accepted up to each position; (): only those that are right."""
+        """Make `count` slots, and one with an empty block table for padding. `width`: blocks of the longest sequence.
+        `simulated`: the share of drafts that count as accepted up to each position; (): drafts are verified."""
         self.simulated = simulated
         self.padding = count
         self.block_tables = torch.zeros(groups, count + 1, width, dtype=torch.int32, device=device)
         self.num_prompt = np.zeros(count, dtype=np.int64)
-        self.num_known = np.zeros(count, dtype=np.int64)  # tokens that the host knows
-        self.draw = np.full(count, -1, dtype=np.int32)  # the request's row among those sampled in the last step
-        self.plain = np.zeros(count, dtype=bool)  # sampled by temperature alone
+        self.num_known = np.zeros(count, dtype=np.int64)  # number of tokens that the host knows
+        self.draw = np.full(count, -1, dtype=np.int32)  # the request's row among the last step's samples; -1: none
+        self.plain = np.zeros(count, dtype=bool)  # whether the request samples by temperature alone
         self.temperature = np.zeros(count, dtype=np.float32)  # 0: greedy
-        self.stream = np.zeros(count, dtype=np.uint64)  # where the request's random numbers begin
-        self.tracks_rows = False  # for a head that drafts: rows [first, end) of each request's last step
-        self.first_row = np.zeros(count, dtype=np.int64)
-        self.end_row = np.zeros(count, dtype=np.int64)
-        # Where the last drafts lie that only the device knows: rows of the last step's samples, by request.
+        self.stream = np.zeros(count, dtype=np.uint64)  # start of the request's stream of random numbers
+        self.tracks_rows = False  # whether first_row and end_row are kept, for a head that drafts
+        self.first_row = np.zeros(count, dtype=np.int64)  # first position that the request's last step computed
+        self.end_row = np.zeros(count, dtype=np.int64)  # end of the positions that the request's last step computed
+        # Drafts that only the device knows: by request id, indices into the samples and drafts of the last step.
         self.drafted: dict[int, npt.NDArray[np.int32]] = {}
         self._rows: dict[int, Row] = {}
         self._free = list(range(count - 1, -1, -1))
@@ -85,14 +85,14 @@ class RequestTable:
         return self._rows[id]
 
     def begin(self, step: Step) -> tuple[npt.NDArray[np.int64], BlockUpdates]:
-        """Take in what a step says of requests; returns its items' slots, and the entries to write."""
+        """Add the step's new requests and remove ended ones; return its items' slots and the table entries to write."""
         for id in step.ended:
             self._free.append(self._rows.pop(id).slot)
         for request in step.new:
             self._add(request)
         slots: list[int] = []
-        firsts: list[int] = []  # where each run of new entries begins, and how long it is
-        counts: list[int] = []
+        firsts: list[int] = []  # start of each run of new entries in the flat tables, minus its start in `new`
+        counts: list[int] = []  # length of each run
         new: list[int] = []
         for item in step.items:
             slot = self._rows[item.id].slot
@@ -108,26 +108,26 @@ class RequestTable:
         return np.array(slots, dtype=np.int64), BlockUpdates(places, np.array(new, dtype=np.int32))
 
     def set_draws(self, slots: npt.NDArray[np.int64], drawn: npt.NDArray[np.int64]) -> None:
-        """Note where the next tokens of a step's requests will be: in row i of its samples, that of slot drawn[i]."""
+        """Record where a step's sampled tokens will be: row i of its samples belongs to slot drawn[i]."""
         if drawn is not slots:
             self.draw[slots] = -1
         self.draw[drawn] = np.arange(len(drawn), dtype=np.int32)
 
     def follows(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return whether the position before each was computed in the last step of its request, as far as is noted."""
+        """Return, for each slot, whether its request's last step is known to have computed the position before."""
         return (self.first_row[slots] < positions) & (positions <= self.end_row[slots])
 
     def set_rows(self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64],
                  counts: npt.NDArray[np.int64]) -> None:
-        """Note which rows of its requests a step computes, if anybody asks for that."""
+        """Record which rows of its requests a step computes, if they are tracked."""
         if not self.tracks_rows:
             return
         self.first_row[slots] = starts
         self.end_row[slots] = starts + counts
 
     def begin_drafts(self, items: Sequence[DraftItem]) -> tuple[list[int], npt.NDArray[np.int64], BlockUpdates]:
-        """Return the items that can be drafted for, those whose last step computed the position before, with their
-        slots and the entries to write."""
+        """Return the indices of the items that can be drafted for, as their last step computed the position before,
+        with their slots and the table entries to write."""
         rows = [self._rows.get(item.id) for item in items]
         found = [index for index, (item, row) in enumerate(zip(items, rows, strict=True))
                  if row is not None and self.first_row[row.slot] < item.start <= self.end_row[row.slot]]
@@ -140,7 +140,7 @@ class RequestTable:
         return found, slots, BlockUpdates(places, blocks)
 
     def end(self, step: Step, result: StepResult) -> None:
-        """Take in the tokens that a step sampled."""
+        """Append the tokens that a step sampled to its requests."""
         for item, tokens in zip(step.items, result.token_ids, strict=True):
             if tokens:
                 row = self._rows[item.id]

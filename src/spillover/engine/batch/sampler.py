@@ -1,8 +1,8 @@
-"""From logits to token ids, for a whole batch at once and without a host sync.
+"""Sampling of token ids from logits, for a whole batch at once and without a host sync.
 
-A row's token depends on its own logits, parameters, seed and step alone: the random number is a hash of (seed, step),
-and probabilities are summed as integers, which give the same sum in any order and on any device. So the batch around a
-row, and how the device splits the work, cannot change its text.
+A row's token depends only on the row's logits, parameters, seed and step: the random number is a hash of (seed, step),
+and probabilities are summed as integers, whose sum is the same in any order and on any device. So neither the other
+rows of the batch nor the way the device splits the work can change a request's text.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from spillover.engine.output.outputs import Logprob, PositionLogprobs
 from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.plan.workspace import SAMPLE_ENTRIES
 
-# exp(logit - max) becomes an integer of this many bits; 2**18 tokens of the largest weight still fit in int64.
+# exp(logit - max) is scaled to an integer of up to 2**40; the sum of 2**18 tokens of this weight still fits in int64.
 _WEIGHT_SCALE = 2.0**40
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """The rows that have penalties, and what they have seen. N <= R rows."""
+    """Penalties of the N <= R rows that have any, with the tokens that they apply to."""
 
     rows: Tensor  # [N] int64
     presence: Tensor  # [N, 1] float32
     frequency: Tensor  # [N, 1] float32
     repetition: Tensor  # [N, 1] float32
-    prompt_mask: Tensor  # [N, V] bool; filled for rows with a repetition penalty only
+    prompt_mask: Tensor  # [N, V] bool; set only for rows with a repetition penalty
     output_counts: Tensor  # [N, V] int32
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """One step's parameters, one row a sampled sequence. A part that no row needs is None."""
+    """Sampling parameters of one step, with one row per sampled token. Fields that no row needs are None."""
 
     all_greedy: bool
-    temperature: Tensor | None = None  # [R] float32; 0 is greedy; None when all rows are
+    temperature: Tensor | None = None  # [R] float32; 0 is greedy; None if all rows are greedy
     uniform: Tensor | None = None  # [R] float64 in [0, 1)
     top_k: Tensor | None = None  # [R] int64; 0 is off
     top_p: Tensor | None = None  # [R] float64
     min_p: Tensor | None = None  # [R] float32
-    candidates: int | None = None  # the largest top_k where every row with a top_p has a top_k: no full sort needed
+    candidates: int | None = None  # the largest top_k, if every row with a top_p has a top_k: no full sort is needed
     penalties: Penalties | None = None
     bias: tuple[Tensor, Tensor, Tensor] | None = None  # rows, ids [B] int64, values [B] float32
-    mask: Tensor | None = None  # [R, ceil(V/32)] int32; a set bit is an allowed token
+    mask: Tensor | None = None  # [R, ceil(V/32)] int32; a set bit allows a token
     banned: tuple[Tensor, Tensor] | None = None  # rows, ids [B] int64
-    logprobs: int | None = None  # alternatives, the most any row asks for
+    logprobs: int | None = None  # maximum number of alternatives over all rows
 
 
 GREEDY = SamplingBatch(all_greedy=True)
@@ -71,13 +71,13 @@ class LogprobRow(NamedTuple):
 class SampledLogprobs:
     """Log probabilities of the model's own distribution, before temperature, penalties and masks."""
 
-    logprob: Tensor  # [R] float32, of the chosen token
+    logprob: Tensor  # [R] float32, log probability of the chosen token
     rank: Tensor  # [R] int64; 1 is the most probable
     top_ids: Tensor  # [R, k] int64, most probable first
     top_logprobs: Tensor  # [R, k] float32
 
     def to_pinned(self) -> SampledLogprobs:
-        """Copy to host memory without waiting; readable once what the device does now has ended."""
+        """Copy to host memory without waiting; readable once the device has completed the work launched so far."""
         return SampledLogprobs(*(torch.empty_like(part, device="cpu", pin_memory=part.is_cuda).copy_(part, True)
                                  for part in (self.logprob, self.rank, self.top_ids, self.top_logprobs)))
 
@@ -95,19 +95,19 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What the host knows of one sequence about to sample a token."""
+    """The host's state of one sequence that is about to sample a token."""
 
     params: SamplingParams
     seed: int
-    step: int  # output tokens so far, which is the index of the one being sampled
+    step: int  # number of output tokens so far, which is the index of the token being sampled
     prompt_token_ids: Sequence[int] = ()
-    output_token_ids: Sequence[int] = ()  # all of them where params.needs_history
+    output_token_ids: Sequence[int] = ()  # all output tokens if params.needs_history
     mask: Tensor | None = None  # [ceil(V/32)] int32 on the host
-    stop_ids: Sequence[int] = ()  # forbidden while step < params.min_tokens: eos and stop_token_ids
+    stop_ids: Sequence[int] = ()  # eos and stop_token_ids, forbidden while step < params.min_tokens
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
-    """Sample a token for each row of logits [R, V], which stay unchanged."""
+    """Sample a token for each row of logits [R, V], which are not modified."""
     edited = _edit(logits, batch)  # [R, V]
     if edited.is_cuda:
         token_ids = _draw_on_cuda(edited, batch)
@@ -123,7 +123,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
 
 
 def prompt_logprobs(logits: Tensor, next_ids: Tensor, k: int) -> SampledLogprobs:
-    """Return log probabilities of a prompt; logits [P, V] at each position, next_ids [P] the token that follows it."""
+    """Return log probabilities of next_ids [P], the token that follows each position, from logits [P, V]."""
     logits = logits.float()
     k = min(k, logits.shape[1])
     chosen = next_ids.long().unsqueeze(1)  # [P, 1]
@@ -134,14 +134,14 @@ def prompt_logprobs(logits: Tensor, next_ids: Tensor, k: int) -> SampledLogprobs
         values, ids = every.topk(k, dim=-1)
         top_logprobs.append(values)
         top_ids.append(ids)
-    # On the logits, not on their log_softmax, whose rounding can make two of them equal.
+    # From the logits, not from log_softmax, whose rounding can make two of them equal.
     rank = 1 + (logits > logits.gather(1, chosen)).sum(dim=-1)
     return SampledLogprobs(_cat(logprob), rank, _cat(top_ids), _cat(top_logprobs))
 
 
 def to_position_logprobs(row: LogprobRow, token_id: int, k: int,
                          decode: Callable[[int], str] | None = None) -> PositionLogprobs:
-    """Return the chosen token first, then up to k alternatives without repeating it."""
+    """Return the chosen token first, then the others among the k most probable tokens."""
     position = {token_id: Logprob(row.logprob, row.rank, decode(token_id) if decode else None)}
     for rank, (token, logprob) in enumerate(zip(row.top_ids[:k], row.top_logprobs[:k], strict=True), start=1):
         if token != token_id:
@@ -150,29 +150,29 @@ def to_position_logprobs(row: LogprobRow, token_id: int, k: int,
 
 
 def uniform(seed: int, step: int) -> float:
-    """Return the random number in [0, 1) with which a sequence of this seed samples its token number `step`."""
+    """Return the random number in [0, 1) with which a sequence with this seed samples output token `step`."""
     return float(_uniforms([seed], [step])[0])
 
 
 def temperature_only(params: SamplingParams) -> bool:
-    """Return whether a token is sampled from the model's own logits by temperature and nothing else."""
+    """Return whether tokens are sampled from the model's unmodified logits with no parameter but the temperature."""
     return not (params.needs_history or params.logit_bias or params.min_tokens or params.logprobs is not None
                 or (not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)))
 
 
 def seed_stream(seed: int) -> int:
-    """Return where the random numbers of this seed begin."""
+    """Return the start of this seed's stream of random numbers."""
     return int(_splitmix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)[0])
 
 
 def random_numbers(streams: npt.NDArray[np.uint64], steps: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Return the random number number `step` of each stream, in [0, 1)."""
+    """Return the random number with index `step` of each stream, in [0, 1)."""
     bits = _splitmix(streams + (steps + np.uint64(1)) * _GOLDEN)  # wraps modulo 2**64
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def build_sampling_batch(rows: Sequence[RowState], vocab_size: int, device: torch.device | str) -> SamplingBatch:
-    """Build the batch and copy to the device only what some row needs; for plain greedy rows, nothing."""
+    """Build the batch; copy only the parameters that some row needs to the device, none for plain greedy rows."""
     device = torch.device(device)
     seen = _Collected()
     for i, row in enumerate(rows):
@@ -203,13 +203,13 @@ def build_sampling_batch(rows: Sequence[RowState], vocab_size: int, device: torc
 
 
 def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Apply bias, penalties and forbidden tokens; return the logits themselves where there are none."""
+    """Return the logits with bias, penalties, masks and banned tokens applied; the given tensor if there are none."""
     if batch.bias is None and batch.penalties is None and batch.mask is None and batch.banned is None:
         return logits
     logits = logits.to(torch.float32, copy=True)
     if batch.bias is not None:
         biased, ids, values = batch.bias
-        logits[biased, ids] += values  # no (row, id) occurs twice
+        logits[biased, ids] += values  # (row, id) pairs are unique
     if batch.penalties is not None:
         p = batch.penalties
         for rows in _chunks(p.prompt_mask):
@@ -226,12 +226,12 @@ def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
             allowed = ((batch.mask[rows].unsqueeze(-1) >> bits) & 1).flatten(1)[:, :logits.shape[1]]  # [C, V]
             logits[rows].masked_fill_(allowed == 0, -torch.inf)
     if batch.banned is not None:
-        logits.index_put_(batch.banned, logits.new_full((), -torch.inf))  # a Python scalar would wait for the device
+        logits.index_put_(batch.banned, logits.new_full((), -torch.inf))  # a Python scalar would sync with the device
     return logits
 
 
 def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return one random token a row, [R]; what it says of greedy rows is not used."""
+    """Return one random token per row, [R]; those of greedy rows are not used."""
     assert batch.temperature is not None
     assert batch.uniform is not None
     drawn = []
@@ -249,8 +249,8 @@ def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _draw_on_cuda(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return one token a row, [R]. Whatever the rows ask for, one kernel samples them all, so that what a row asks for
-    cannot change the last bits of another's weights."""
+    """Return one token per row, [R]. The same kernel samples all rows, so that the parameters of one row cannot change
+    the last bits of another row's weights."""
     from spillover.kernels.triton.draw import draw
     from spillover.kernels.triton.nucleus import keep_likely
 
@@ -267,31 +267,31 @@ def _draw_on_cuda(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _limits(batch: SamplingBatch, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return top_k, top_p and min_p of every row, those that nobody asks for turned off."""
+    """Return top_k, top_p and min_p for every row, with neutral values for those that no row has."""
     top_k = batch.top_k if batch.top_k is not None else torch.zeros(rows, dtype=torch.int64, device=device)
     top_p = batch.top_p if batch.top_p is not None else torch.ones(rows, dtype=torch.float64, device=device)
     return top_k, top_p, batch.min_p if batch.min_p is not None else torch.zeros(rows, device=device)
 
 
 def _weights(logits: Tensor, highest: Tensor) -> Tensor:
-    """Return probabilities up to a factor, as int64: sums are exact in any order. The likeliest has 2**40."""
+    """Return unnormalised probabilities as int64, whose sums are exact in any order; the largest is 2**40."""
     return ((logits - highest).exp() * _WEIGHT_SCALE).long()
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first token whose cumulative weight exceeds u * total; its own weight is therefore above 0."""
+    """Return the first token whose cumulative weight exceeds u * total; its weight is therefore above 0."""
     cumulative = weights.cumsum(dim=-1)  # [C, V]
     total = cumulative[:, -1]
     target = torch.minimum((uniforms * total).long(), total - 1)  # u * total may round up to total
     index = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
-    return index.clamp_(max=weights.shape[1] - 1)  # only logits that are not numbers get there
+    return index.clamp_(max=weights.shape[1] - 1)  # only NaN logits exceed this
 
 
 def _nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor, candidates: int | None) -> Tensor:
-    """Return which tokens [C, V] top-k, then top-p keep. top_k, top_p [C, 1].
+    """Return a mask [C, V] of the tokens kept by top-k and then top-p. top_k, top_p [C, 1].
 
-    What is kept is the head of the row's tokens in falling order, equal ones by rising id. So exactly top_k tokens are
-    kept even when the last of them has equals, and top_k=1 is the argmax.
+    The tokens kept are the first of the row's tokens in descending order of logits, ties by ascending id. So exactly
+    top_k tokens are kept even if the last of them is tied with others, and top_k=1 is the argmax.
     """
     off = (top_k == 0) & (top_p >= 1.0)
     ordered = logits.topk(candidates, dim=-1).values if candidates is not None else _falling(logits)  # [C, n]
@@ -299,7 +299,7 @@ def _nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor, candidates: int | Non
     within = position < torch.where(top_k > 0, top_k, logits.shape[1])
     weights = _weights(ordered, ordered[:, :1]).masked_fill_(~within, 0)
     cumulative = weights.cumsum(dim=-1)
-    kept = within & (cumulative - weights < top_p * cumulative[:, -1:])  # less than top_p of the weight lies before it
+    kept = within & (cumulative - weights < top_p * cumulative[:, -1:])  # weight of the tokens before it < top_p
     length = kept.sum(dim=-1, keepdim=True).clamp_(min=1)
     last = ordered.gather(1, length - 1)
     equals_kept = length - (ordered > last).sum(dim=-1, keepdim=True)
@@ -308,7 +308,7 @@ def _nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor, candidates: int | Non
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """Return the largest of each row, [R]; the first of equals. On the CPU numpy is far faster than torch."""
+    """Return the index of each row's maximum, [R]; the first of ties. On the CPU numpy is far faster than torch."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
@@ -321,7 +321,7 @@ def _falling(logits: Tensor) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Cut rows into chunks that are edited and sampled one at a time, which bounds the workspace whatever the batch."""
+    """Divide rows into chunks to process one at a time, which bounds the workspace for any batch size."""
     size = max(1, SAMPLE_ENTRIES[logits.device.type] // logits.shape[1])
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)] or [slice(0, 0)]
 
@@ -332,7 +332,7 @@ def _cat(parts: list[Tensor]) -> Tensor:
 
 @dataclass
 class _Collected:
-    """What the rows of a batch need, gathered in one pass."""
+    """The features that the rows of a batch use, gathered in one pass."""
 
     random: bool = False
     top_k: bool = False
@@ -401,7 +401,7 @@ def _masks(rows: Sequence[RowState], vocab_size: int, device: torch.device) -> T
 
 
 def _uniforms(seeds: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Return splitmix64 of each (seed, step): the step'th number of a stream that starts at a hash of the seed."""
+    """Return a random number for each (seed, step) by splitmix64, from the stream that starts at a hash of the seed."""
     streams = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     return random_numbers(_splitmix(streams + _GOLDEN), np.array(steps, dtype=np.uint64))
 
@@ -421,5 +421,5 @@ def _longs(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _move(host: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device through pinned memory without waiting; torch keeps it until the copy has ended."""
+    """Copy to the device without waiting, through pinned memory, which torch keeps until the copy has completed."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -1,8 +1,8 @@
-"""Writes a step down as the arrays that kernels read: for the CPU, for CUDA, and for a template of decode steps.
+"""Writes a step into the arrays that kernels read: for the CPU, for CUDA, and for a template of decode steps.
 
-Where the arrays lie is for others to say: in fresh memory, in pinned memory, or in a template whose constant parts were
-written before. Arrays that are larger than the step end in padding: requests of their own, whose tokens lie in the
-dummy block.
+The caller provides the arrays: in new memory, in pinned memory, or in a template whose constant parts are already
+written. Arrays that are larger than the step end with padding: rows of separate requests whose KV is in the dummy
+block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ItemArrays:
-    """A step's items as arrays, each [number of items]."""
+    """A step's items as arrays of shape [number of items]."""
 
     items: Sequence[StepItem]
     slots: Integers
@@ -49,7 +49,7 @@ class ItemArrays:
 
 @dataclass(frozen=True)
 class SampleRows:
-    """The rows that tokens are sampled from, each array [number of samples]."""
+    """The rows that tokens are sampled from, as arrays of shape [number of samples]."""
 
     rows: Integers  # rows of the step that are sampled from
     slots: Integers
@@ -59,7 +59,7 @@ class SampleRows:
     def of(items: ItemArrays, table: RequestTable) -> SampleRows:
         counts = items.samples
         owners = np.repeat(np.arange(len(counts)), counts)
-        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(counts), counts)  # from an item's end, so negative
+        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(counts), counts)  # relative to an item's end: negative
         ends = np.cumsum(items.counts)
         slots = items.slots[owners]
         output_index = (items.starts + items.counts)[owners] + offsets + 1 - table.num_prompt[slots]
@@ -68,18 +68,18 @@ class SampleRows:
 
 @dataclass(frozen=True)
 class StepArrays:
-    """What kernels read of a step: T rows of B requests, R of them sampled from; in each array padding comes last."""
+    """The arrays of a step that kernels read: T rows of B requests, R sampled rows, with padding at the end."""
 
-    token_ids: npt.NDArray[np.int64]  # [T]; 0 where only the device knows the token ...
-    # [T] ... which is this row of those sampled in the last step and drafted behind it; -1: the host knows the token
+    token_ids: npt.NDArray[np.int64]  # [T]; 0 where only the device knows the token
+    # [T], index of a token that only the device knows in the last step's samples and drafts; -1: the host knows it
     sources: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int64]  # [T]
-    row_of: npt.NDArray[np.int32]  # [T], the request that a row belongs to
-    query_start: npt.NDArray[np.int32]  # [B + 1], the first row of each request
-    seq_lens: npt.NDArray[np.int32]  # [B], tokens in the cache after the step
-    slots: npt.NDArray[np.int32]  # [B], rows of the block tables
-    follows: npt.NDArray[np.int32]  # [B], 1: the row before its first was computed in the request's last step
-    sample_rows: npt.NDArray[np.int64]  # [R]
+    row_of: npt.NDArray[np.int32]  # [T], index of the request that the row belongs to
+    query_start: npt.NDArray[np.int32]  # [B + 1], index of the first row of each request
+    seq_lens: npt.NDArray[np.int32]  # [B], number of tokens in the cache after the step
+    slots: npt.NDArray[np.int32]  # [B], indices into the block tables
+    follows: npt.NDArray[np.int32]  # [B], 1 if the request's last step computed the position before its first row
+    sample_rows: npt.NDArray[np.int64]  # [R], rows of the step that are sampled from
     temperature: npt.NDArray[np.float32]  # [R]
     uniform: npt.NDArray[np.float64]  # [R], random numbers in [0, 1)
 
@@ -99,7 +99,7 @@ class StepArrays:
             temperature=np.empty(count, np.float32), uniform=np.empty(count, np.float64))
 
 
-# Name -> type, and number of elements; in the order in which they lie in a step's inputs.
+# Name -> type and number of elements, in the order of a step's input buffer.
 ARRAYS: dict[str, tuple[Any, str]] = {
     "token_ids": (np.int64, "T"), "positions": (np.int64, "T"), "uniform": (np.float64, "R"),
     "sample_rows": (np.int64, "R"), "sources": (np.int32, "T"), "row_of": (np.int32, "T"),
@@ -109,9 +109,9 @@ ARRAYS: dict[str, tuple[Any, str]] = {
 
 
 class _DecodeConstants(NamedTuple):
-    """What is the same in all steps of as many requests that only decode: to be read, not written."""
+    """Arrays that are the same in all decode steps of the same number of requests; read-only."""
 
-    ones: Integers  # rows and samples of each item
+    ones: Integers  # number of rows, and of samples, of each item
     row_of: npt.NDArray[np.int32]
     query_start: npt.NDArray[np.int32]
     sample_rows: Integers
@@ -124,7 +124,7 @@ def _decode_constants(count: int) -> _DecodeConstants:
 
 
 def write_step(into: StepArrays, items: ItemArrays, table: RequestTable, piece: int = 1) -> None:
-    """Write any step. `piece`: the most rows of a request of padding; those at the end have none."""
+    """Write any step. `piece`: maximum rows of a padding request; the last ones have fewer or none."""
     n, rows, size, total = len(items.slots), items.num_rows, len(into.slots), len(into.token_ids)
     counts, starts = items.counts, items.starts
     if size > n:
@@ -152,7 +152,7 @@ def write_step(into: StepArrays, items: ItemArrays, table: RequestTable, piece: 
 
 
 def write_decodes(into: StepArrays, items: ItemArrays, table: RequestTable) -> None:
-    """Write a step that only decodes over one of as many rows, whose other arrays stay as they are."""
+    """Write a step that only decodes over one of the same number of rows, leaving the constant arrays unchanged."""
     n, slots, ends = len(items.slots), items.slots, items.starts + 1
     into.positions[:n] = items.starts
     into.seq_lens[:n] = ends
@@ -164,7 +164,7 @@ def write_decodes(into: StepArrays, items: ItemArrays, table: RequestTable) -> N
 
 
 def write_padding(into: StepArrays, rows: slice, table: RequestTable) -> None:
-    """Turn rows of a step that only decodes into padding."""
+    """Overwrite rows of a step that only decodes with padding."""
     into.positions[rows] = 0
     into.seq_lens[rows] = 1
     into.slots[rows] = table.padding
@@ -175,7 +175,7 @@ def write_padding(into: StepArrays, rows: slice, table: RequestTable) -> None:
 
 
 def _write_sampling(into: StepArrays, slots: Integers, output_index: Integers, table: RequestTable) -> None:
-    """Write temperatures, and random numbers unless all of them are 0: then nobody reads these."""
+    """Write temperatures, and random numbers unless all temperatures are 0, as they are not read then."""
     temperature = table.temperature[slots]
     into.temperature[:len(slots)] = temperature
     if temperature.any():
@@ -183,7 +183,7 @@ def _write_sampling(into: StepArrays, slots: Integers, output_index: Integers, t
 
 
 def _write_tokens(into: StepArrays, items: ItemArrays, table: RequestTable) -> None:
-    """Write the token ids that the host knows, and for each of the others its row among the last step's samples."""
+    """Write the token ids that the host knows, and for the others their index in the last step's samples and drafts."""
     n = len(items.items)
     draws = table.draw[items.slots]
     if items.num_rows == n:
@@ -194,7 +194,7 @@ def _write_tokens(into: StepArrays, items: ItemArrays, table: RequestTable) -> N
             into.token_ids[row] = table[item.id].token_ids[item.start]
             into.sources[row] = -1
         return
-    pending = items.starts + items.counts > table.num_known[items.slots]  # only an item's last row can be
+    pending = items.starts + items.counts > table.num_known[items.slots]  # only an item's last row can be pending
     first = 0
     for item, is_pending, drawn in zip(items.items, pending.tolist(), draws.tolist(), strict=True):
         end = first + item.count

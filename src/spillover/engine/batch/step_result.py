@@ -1,4 +1,4 @@
-"""From a step's hidden states to its result: what the sampler is told, scores of prompts, tokens on the host."""
+"""The way from a step's hidden states to its result: sampler inputs, prompt log probabilities, tokens on the host."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from spillover.engine.step import NewRequest, Step, StepItem, StepResult, scored
 from spillover.models.layers import Decoder
 from spillover.models.weights import Weights
 
-# Is shown the logits [P, V] that predict a prompt's tokens from a position on: (prompt, position, logits).
+# Called with (prompt, position, logits): the logits [P, V] that predict the prompt's tokens from `position` on.
 PromptObserver = Callable[[Sequence[int], int, Tensor], None]
 
-PROMPT_LOGITS_ROWS = 64  # prompt logits are made this many rows at a time: a row is a whole vocabulary
+PROMPT_LOGITS_ROWS = 64  # rows of prompt logits computed at a time, to bound memory: a row has the whole vocabulary
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows of a step whose next tokens, known from the prompt, are to be scored."""
+    """Rows of a step for which log probabilities of the next tokens, known from the prompt, are wanted."""
 
     item: int  # index into the step's items
     first_row: int
-    next_token_ids: list[int]  # the token that each row should have predicted
+    next_token_ids: list[int]  # the prompt token that follows each row
     next_ids: Tensor  # the same on the device, [P]
     alternatives: int
     prompt: Sequence[int]
-    first_position: int  # of the token that the first row should have predicted
+    first_position: int  # position of the prompt token that follows the first row
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it."""
+    """Copy to the device without waiting for the copy."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def sampling_batch(items: Sequence[StepItem], table: RequestTable, vocab_size: int,
                    device: torch.device) -> SamplingBatch:
-    """Return what the sampler needs for all rows of these items that are sampled from."""
+    """Return the sampler's inputs for all sampled rows of these items."""
     states = []
     for item in items:
         row = table[item.id]
@@ -70,7 +70,7 @@ def sampling_batch(items: Sequence[StepItem], table: RequestTable, vocab_size: i
 
 
 def step_masks(item: StepItem, vocab_size: int) -> Tensor | None:
-    """Return [samples, ceil(V / 32)] int32; the model may have fewer tokens than the tokenizer, or more."""
+    """Return the item's masks as [samples, ceil(V / 32)] int32; V may be less or more than the tokenizer's size."""
     if not item.mask:
         return None
     given = np.frombuffer(item.mask, dtype=np.int32).reshape(item.num_samples, -1)
@@ -81,7 +81,7 @@ def step_masks(item: StepItem, vocab_size: int) -> Tensor | None:
 
 
 def prompt_rows(step: Step, table: RequestTable, device: torch.device) -> tuple[PromptRows, ...]:
-    """Return the rows whose prompt tokens are to be scored."""
+    """Return the rows of items with `score_prompt`, one PromptRows per item."""
     found, first_row = [], 0
     for index, item in enumerate(step.items):
         if item.score_prompt:
@@ -98,8 +98,8 @@ def prompt_rows(step: Step, table: RequestTable, device: torch.device) -> tuple[
 
 def score(model: Decoder, weights: Weights, hidden: Tensor, rows: PromptRows,
           observe: PromptObserver | None = None) -> list[SampledLogprobs]:
-    """Return the log probabilities of a prompt's tokens, a few rows of logits at a time; at ranks but the first, which
-    have a part of the logits, nothing."""
+    """Return the log probabilities of a prompt's tokens, computed in chunks of rows; nothing on ranks other than 0,
+    which have only a part of the logits."""
     parts = []
     for start in range(0, len(rows.next_ids), PROMPT_LOGITS_ROWS):
         ids = rows.next_ids[start:start + PROMPT_LOGITS_ROWS]
@@ -114,7 +114,7 @@ def score(model: Decoder, weights: Weights, hidden: Tensor, rows: PromptRows,
 
 
 def decode_result(step: Step, table: RequestTable, drawn: list[int]) -> StepResult:
-    """Do what `to_result` does for a step that only decodes and has no log probabilities to tell."""
+    """Make the result as `to_result` does, for a step that only decodes and returns no log probabilities."""
     count = len(drawn)
     result = StepResult([(token,) for token in drawn], [()] * count, [None] * count)
     table.end(step, result)
@@ -124,8 +124,8 @@ def decode_result(step: Step, table: RequestTable, drawn: list[int]) -> StepResu
 def to_result(step: Step, table: RequestTable, drawn: list[int], logprobs: SampledLogprobs | None,
               prompts: Sequence[PromptRows], scored: Sequence[Sequence[SampledLogprobs]],
               decode: Callable[[int], str] | None, drafts: Mapping[int, Sequence[int]] | None = None) -> StepResult:
-    """Put what a step sampled in the order of its items, and take the tokens into the table. `drafts`: by request,
-    those that only the device knew when the step was made."""
+    """Make the result from the sampled rows, and append its tokens to the table. `drafts`: by request id, the draft
+    tokens that only the device knew when the step was made."""
     count = len(step.items)
     result = StepResult([()] * count, [()] * count, [None] * count)
     host = logprobs.host_rows() if logprobs is not None else None
@@ -153,9 +153,9 @@ def to_result(step: Step, table: RequestTable, drawn: list[int], logprobs: Sampl
 
 def accepted(item: StepItem, drawn: Sequence[int], request: NewRequest, simulated: Sequence[float] = (),
              draft: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the draft tokens that the model would have sampled as well, and the one that it sampled after them.
-    `simulated`: by position, how often a draft token counts as sampled whatever the model says; `draft`: the tokens
-    that the item names as being on the device."""
+    """Return the accepted draft tokens, which the model sampled as well, and the token that it sampled after them.
+    `simulated`: by position, the share of drafts that count as accepted whatever was sampled; `draft`: the draft's
+    tokens, if the item has only ON_DEVICE for them."""
     if simulated and item.draft:
         return tuple(drawn[:1 + num_accepted(simulated, request.seed, item.start, len(item.draft))])
     draft, same = item.draft if draft is None else draft, 0

@@ -1,1 +1,1 @@
-"""Runs steps on the CPU."""
+"""The runner for the CPU."""

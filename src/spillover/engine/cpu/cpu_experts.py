@@ -1,5 +1,5 @@
-"""Experts on the CPU, where the "device" is a bounded arena: fetched into a slot when tokens ask for them, one after
-another, or computed where their record lies."""
+"""Experts on the CPU, where an arena of bounded size stands in for the device: they are fetched into slots one after
+another when tokens are routed to them, or computed in place in host memory."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class ExpertSlots:
 
     def __init__(self, cache: ExpertCache, record: Record, arena: Tensor, source: Callable[[int, int], Source],
                  transfers: Transfers) -> None:
-        """Hold the slots. `source(layer, expert)`: the record, in host memory or on disk; layers are numbered as in the
-        cache."""
+        """Hold the slots. `source(layer, expert)`: returns the expert's record, in host memory or on disk; layers are
+        numbered as in the cache."""
         self.cache = cache
         self._record = record
         self._arena = arena
         self._source = source
         self._transfers = transfers
-        self._tickets: dict[int, Any] = {}  # of copies under way, by slot
-        self._bound: dict[int, tuple[Experts, Experts]] = {}  # by slot
+        self._tickets: dict[int, Any] = {}  # tickets of copies in flight, by slot
+        self._bound: dict[int, tuple[Experts, Experts]] = {}  # views of the slots' weights, by slot
         self.step = 0
         self.bytes_moved = 0
         self.fetches = 0
 
     def fetch(self, layer: int, expert: int, keep: Sequence[int], asked: bool, pinned: bool = False) -> int | None:
-        """Start the copy into a slot of its own; None: no slot can be given up."""
+        """Assign a slot to the expert and start the copy into it; return the slot, None if none can be evicted."""
         slot = self.cache.take(layer, expert, keep, asked, pinned)
         if slot is not None:
             self._tickets[slot] = self._transfers.start(self._arena[slot], self._source(layer, expert),
@@ -50,7 +50,7 @@ class ExpertSlots:
         return slot
 
     def bind(self, slot: int) -> tuple[Experts, Experts]:
-        """Return what lies there as stacks of one expert, once it has come."""
+        """Wait for the slot's copy, if one is in flight; return the slot's expert as stacks of one expert."""
         ticket = self._tickets.pop(slot, None)
         if ticket is not None:
             self._transfers.wait(ticket)
@@ -63,7 +63,7 @@ class ExpertSlots:
         return self.step
 
     def settle(self) -> None:
-        """Wait until every copy has ended."""
+        """Wait until every copy has completed."""
         for slot in list(self._tickets):
             self.bind(slot)
 
@@ -78,7 +78,7 @@ class ExpertSlots:
 
 
 class CpuExperts:
-    """All layers' experts that are not resident."""
+    """The experts of all layers that are not resident."""
 
     def __init__(self, slots: ExpertSlots | None, in_place: Sequence[InPlaceExperts]) -> None:
         self.slots = slots
@@ -97,7 +97,7 @@ class CpuExperts:
         assert self.slots is not None
         slots = self.slots.cache.lend(layer)
         if slots:
-            self.slots.settle()  # nothing is on its way there
+            self.slots.settle()  # no copy to the lent slots may be in flight
         return slots
 
     def give_back(self, layer: int, slots: range) -> None:
@@ -105,7 +105,7 @@ class CpuExperts:
         self.slots.cache.give_back(layer, slots)
 
     def sleep(self) -> None:
-        """Do nothing: the device is the host here."""
+        """Do nothing: the device is the host."""
 
     def wake_up(self) -> None:
         pass
@@ -116,12 +116,12 @@ class CpuExperts:
 
 
 class SlotExperts:
-    """One layer's experts, in slots."""
+    """The experts of one layer, paged through slots."""
 
     def __init__(self, slots: ExpertSlots, layer: int,
                  next_router: Callable[[], tuple[Linear, Tensor | None]] | None) -> None:
-        """Serve a layer from slots. `next_router`: the weights of the next layer's, for guesses; None: nobody
-        guesses."""
+        """Serve a layer from slots. `next_router`: returns the next layer's router, for the policy's guesses; None if
+        the policy makes none."""
         self._slots = slots
         self._layer = layer
         self._next_router = next_router
@@ -134,7 +134,7 @@ class SlotExperts:
         return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, *self._fetch(index, wanted), 0, limit))
 
     def _prepare(self, x: Tensor, wanted: list[int], k: int, own: OwnExperts | None) -> None:
-        """Tell the policy which experts this layer wants, and fetch what it expects of the next."""
+        """Report this layer's experts to the policy, and prefetch the next layer's experts that it predicts."""
         cache, layer = self._slots.cache, self._layer
         step = self._slots.next_step() if layer == 0 else self._slots.step
         cache.policy.on_phase("decode" if x.shape[0] == 1 else "prefill")
@@ -150,29 +150,29 @@ class SlotExperts:
                 self._slots.fetch(layer + 1, expert, (), asked=False)
 
     def _fetch(self, index: int, wanted: list[int]) -> tuple[Experts, Experts]:
-        """Return one expert as stacks of one, good until the next is fetched."""
+        """Return one expert as stacks of one, valid until the next fetch."""
         cache, layer = self._slots.cache, self._layer
         slot = cache.ask(layer, index)
         if slot is None:
-            # Those that come later in this step stay if they can; with a small quota some of them cannot.
+            # Experts needed later in this step are kept if possible; with a small quota some must be evicted.
             later = [expert for expert in wanted if expert > index]
             slot = self._slots.fetch(layer, index, later, asked=True)
             if slot is None:
                 slot = self._slots.fetch(layer, index, (), asked=True)
-            if slot is None:  # a policy that pins as many as there are slots
+            if slot is None:  # the policy has pinned as many experts as there are slots
                 slot = self._slots.fetch(layer, index, (), asked=True, pinned=True)
             assert slot is not None, "a layer without a slot"
         return self._slots.bind(slot)
 
 
 class InPlaceExperts:
-    """One layer's experts, computed where their records lie."""
+    """The experts of one layer, computed in place in host memory."""
 
     def __init__(self, record: Record, source: Callable[[int], Tensor]) -> None:
-        """Serve a layer's experts where they lie. `source(expert)`: an expert's bytes."""
+        """Serve a layer's experts in place. `source(expert)`: returns the expert's bytes."""
         self._record = record
         self._source = source
-        self.computed = 0  # experts, over all steps
+        self.computed = 0  # number of experts computed, over all steps
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
                 own: OwnExperts | None = None) -> Tensor:
@@ -184,7 +184,7 @@ class InPlaceExperts:
 
 
 def _different(ids: Tensor) -> list[int]:
-    """List the experts among ids, each once."""
+    """Return the distinct experts among ids, without those of other ranks."""
     return [expert for expert in torch.unique(ids).tolist() if expert != NOT_HERE]
 
 

@@ -1,4 +1,4 @@
-"""Weights placed on a CPU as the plan says."""
+"""Placement of weights on a CPU, as planned."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from spillover.plan.placement import WeightPlan
 def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, transfers: Transfers,
                  disk: DiskWeights | None = None, kv_bytes: int = 0,
                  shared: SharedWeights | None = None) -> PlacedWeights:
-    """Put parts in host memory and in an arena of the planned size that stands for the device; copies into it are real.
-    `kv_bytes`: of KV, before the slots. `shared`: keeps what is in host memory, once for all engines."""
+    """Put parts in host memory, and in an arena of the planned size that stands in for the device, with real copies.
+    `kv_bytes`: bytes of KV before the slots. `shared`: the pool that holds the host's parts once for all engines."""
     device = torch.device("cpu")
     placed = PlacedParts(placement, device, transfers, disk, shared)
     layers, quota = placement.slot_layers, placement.quota
@@ -73,6 +73,6 @@ def _next_router(placed: PlacedParts, layers: tuple[int, ...],
     if index == len(layers):
         return None
     part = cast(PartWeights, placed.resident[layer_part(layers[index])])
-    if "router" not in part:  # it passes through the ring and is not here yet
+    if "router" not in part:  # streamed through the ring, so not loaded yet
         return None
     return lambda: (part["router"], part.get("router_bias"))

@@ -1,8 +1,8 @@
-"""Runs steps on the CPU: lays out the tensors, calls the model, samples the tokens. Knows no queue and no policy.
+"""Runs steps on the CPU: lays out the tensors, calls the model, samples the tokens. It does no scheduling.
 
-`launch` returns before the step has ended, so that the next one can be prepared; steps run in the order of launch, on a
-thread of their own that stands in for a device's stream. A token that the step before sampled is read there, without
-waiting for the host to know it.
+`launch` returns before the step has completed, so that the next one can be prepared. Steps run in the order of launch,
+on a separate thread that stands in for a device's stream. That thread reads the tokens that the previous step sampled
+directly, without waiting for the host to process them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ NOTHING = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class _Work:
-    """A step as tensors, and as arrays over the same memory."""
+    """A step as tensors, and as arrays in the same memory."""
 
     step: ModelStep
     arrays: StepArrays
-    decodes: bool  # and does nothing else
-    sampling: SamplingBatch | None  # None: nothing is sampled
+    decodes: bool  # whether the step only decodes
+    sampling: SamplingBatch | None  # None if no token is sampled
     prompt_rows: tuple[PromptRows, ...]
 
 
@@ -62,7 +62,7 @@ class _Outcome:
 
 
 class LaunchedStep:
-    """A step on its way; `result` waits for it."""
+    """A launched step; `result` waits for it."""
 
     def __init__(self, step: Step, work: _Work, outcome: Future[_Outcome], runner: CpuRunner) -> None:
         self.step = step
@@ -81,7 +81,7 @@ class LaunchedStep:
         drawn: list[int] = outcome.drawn.tolist()
         if self._work.decodes and outcome.logprobs is None:
             return decode_result(self.step, table, drawn)
-        if self._runner.model.ranks.rank:  # it is told the tokens and nothing else
+        if self._runner.model.ranks.rank:  # other ranks than 0 get only the tokens
             return to_result(self.step, table, drawn, None, (), (), None)
         return to_result(self.step, table, drawn, outcome.logprobs, self._work.prompt_rows, outcome.prompt,
                          self._runner.decode)
@@ -91,29 +91,29 @@ class CpuRunner:
     def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, limits: StepLimits,
                  transfers: Transfers, decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
                  stage: OffloadStage | None = None, beside: CpuRunner | None = None) -> None:
-        """Make the runner. `stage`: what the cold blocks of sequences longer than the pool pass through. `beside`: a
-        runner whose device this one shares, so that their steps run one after another."""
+        """Make the runner. `stage`: the buffers that offloaded blocks of sequences longer than the pool pass through.
+        `beside`: a runner that shares the device with this one, so that their steps run one after another."""
         self.model = model
         self.weights = weights
         self.kv = kv
         self.decode = decode
         self.observe: PromptObserver | None = None
         self.transfers = transfers
-        self.drafting: CpuRunner | None = None  # runs a model that drafts
-        self.head: DraftHead | None = None  # drafts from this model's hidden states
-        self.reads: ReadsFeatures | None = None  # what is shown those: the head, or one who wants to learn
+        self.drafting: CpuRunner | None = None  # runner of the model that drafts, made of substitutes
+        self.head: DraftHead | None = None  # head that drafts from this model's hidden states
+        self.reads: ReadsFeatures | None = None  # reader of the hidden states: the head, or the training of a head
         self.table = limits.request_table(len(model.groups), block_size, torch.device("cpu"))
         self._block_tables: npt.NDArray[np.int32] = self.table.block_tables.numpy()  # [groups, slots, width]
         self._block_size = block_size
         self._kv_dtype = kv_dtype
         self._stage = stage
         self._stack = model.stack(weights, kv) if isinstance(weights, FixedWeights) else None
-        self._drawn: npt.NDArray[np.int64] = NOTHING  # [R], those of the last executed step that sampled
+        self._drawn: npt.NDArray[np.int64] = NOTHING  # [R], tokens of the last executed step that sampled any
         self._stream: ThreadPoolExecutor = (beside._stream if beside is not None
                                             else ThreadPoolExecutor(1, "spillover-step"))
         self._num_launched = 0
         self._num_executed = 0
-        self._untold: Callable[[], None] | None = None  # sets the outcome of the last executed step; None: it is set
+        self._untold: Callable[[], None] | None = None  # sets the last executed step's outcome; None if that is done
 
     def launch(self, step: Step) -> LaunchedStep:
         work, outcome = self.lay_out(step), Future[_Outcome]()
@@ -126,7 +126,7 @@ class CpuRunner:
         self.table.tracks_rows = True
 
     def draft(self, items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
-        """Let the head draft, one pass for each token of the longest draft; the tokens are always known then."""
+        """Draft with the head, in one pass per token of the longest draft; tokens are returned also without `wait`."""
         found, slots, updates = self.table.begin_drafts(items)
         if not found:
             return HeadDrafts([()] * len(items))
@@ -140,11 +140,11 @@ class CpuRunner:
         return HeadDrafts(drafts)
 
     def in_order(self, change: Callable[[], Changed]) -> Changed:
-        """Make a change to the device's memory after all steps that were launched, and before those to come."""
+        """Run a change to the device's memory after all steps launched so far and before any later step."""
         return self._stream.submit(change).result()
 
     def sleep(self, blocks: Sequence[int]) -> None:
-        """Do nothing: the device is the host already."""
+        """Do nothing: the device is the host."""
 
     def wake_up(self) -> None:
         pass
@@ -164,7 +164,7 @@ class CpuRunner:
 
     def lay_out(self, step: Step) -> _Work:
         slots, updates = self.table.begin(step)
-        for request in step.new:  # entries of the request that had the slot before
+        for request in step.new:  # clear entries of the request that had the slot before
             self._block_tables[:, self.table[request.id].slot] = 0
         if len(updates.blocks):
             self._block_tables.reshape(-1)[updates.places] = updates.blocks
@@ -207,7 +207,7 @@ class CpuRunner:
         )
 
     def _sampling(self, step: Step, arrays: StepArrays, drawn: npt.NDArray[np.int64]) -> SamplingBatch | None:
-        """Return what the sampler needs to know; `drawn`: the slot of each row that is sampled from."""
+        """Return the sampler's inputs, None if nothing is sampled; `drawn`: the slot of each sampled row."""
         if not len(drawn):
             return None
         if self.model.ranks.rank:  # rank 0 samples for all
@@ -219,13 +219,13 @@ class CpuRunner:
         return SamplingBatch(False, torch.from_numpy(arrays.temperature), torch.from_numpy(arrays.uniform))
 
     def _run(self, work: _Work, outcome: Future[_Outcome]) -> None:
-        """Execute a step. If another follows, the outcome is told when that one's layers run: only one thread at a time
-        runs Python, so what the host does with the outcome would hold the next step up until then."""
+        """Execute a step. If another step is launched, the outcome is set only when that step's layers run: one thread
+        at a time runs Python, so the host's work on the outcome would delay the start of the next step."""
         try:
             told = partial(outcome.set_result, self._execute(work))
         except BaseException as error:
             told = partial(outcome.set_exception, error)
-        self._tell()  # where the step has failed before its layers
+        self._tell()  # sets the previous step's outcome, if this step failed before its layers ran
         self._untold = told
         self._num_executed += 1
         if self._num_executed >= self._num_launched:
@@ -273,10 +273,10 @@ class CpuRunner:
     @torch.inference_mode()
     def _draft(self, items: Sequence[DraftItem], slots: npt.NDArray[np.int64], tokens: Sequence[int],
                block_table: npt.NDArray[np.int32]) -> list[tuple[int, ...]]:
-        """Run the head's passes, each over the requests whose draft is not complete. `tokens`: the newest of each."""
+        """Run the head's passes, each over the requests with incomplete drafts. `tokens`: the requests' newest."""
         head = self.head
         assert head is not None
-        order = sorted(range(len(items)), key=lambda index: -items[index].count)  # who is complete leaves from the end
+        order = sorted(range(len(items)), key=lambda index: -items[index].count)  # complete drafts drop off the end
         starts = np.array([items[index].start for index in order], dtype=np.int64)
         table = block_table[order]
         ids = torch.tensor([tokens[index] for index in order])

@@ -1,4 +1,4 @@
-"""How many of a layer's missing experts the host should compute while the device fetches the others: by measuring."""
+"""Measures how many of a layer's missing experts the host should compute while the device fetches the others."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from spillover.kernels.moe.paging import gather
 
 log = logging.getLogger("spillover.engine")
 
-ROUNDS = 20  # of which the quarter that is fastest counts: what else a process does as it starts only slows down
-ROWS = (1, 4, 8, 16)  # of an expert, in steps that stream
-SHARES = 32  # of a whole, that the host may get: few, so that steps of about the same size stream alike
-POST = 12e-6  # seconds that a request to the host and its answer take, beside the computing
+ROUNDS = 20  # timed rounds; the lower quartile counts, as other work of a starting process only slows rounds down
+ROWS = (1, 4, 8, 16)  # numbers of rows per expert that are timed on the host for streaming steps
+SHARES = 32  # the host's share is a multiple of 1 / SHARES: coarse, so that steps of similar size share a plan
+POST = 12e-6  # seconds that a request to the host and its answer take in addition to the computation
 
 
 def split_table(records: Sequence[Tensor], buffer: Tensor, host: HostExperts, most: int) -> Tensor | None:
-    """Return int32 [most + 1]: of n missing experts, how many the host computes; None if it is never worth it.
+    """Return int32 [most + 1]: how many of n missing experts the host computes; None if the host is never worth using.
 
-    One at least is always brought to the device, so that slots follow what tokens ask for. `records`: each layer's
-    experts in host memory [experts, record]; `buffer`: slots of the device to measure copies into.
+    At least one missing expert is always fetched to the device, so that slots follow the routing. `records`: each
+    layer's experts in host memory [experts, record]; `buffer`: slots of the device to measure copies into.
     """
     link, alone = _link_seconds(records, buffer), _host_seconds(host, len(records))
     table = [best_split(missing, link, alone) for missing in range(most + 1)]
@@ -38,8 +38,8 @@ def split_table(records: Sequence[Tensor], buffer: Tensor, host: HostExperts, mo
 
 
 def streaming_share(records: Sequence[Tensor], buffer: Tensor, host: HostExperts, k: int) -> Callable[[int], float]:
-    """Return the fraction of missing experts that the host should compute so that host and link finish together, by the
-    rows of a step that streams, each of which goes to k experts."""
+    """Return a function that gives, for the number of rows of a streaming step, each routed to k experts, the fraction
+    of missing experts that the host should compute so that host and link finish together."""
     link = _copy_seconds(records, buffer)
     alone = [_host_seconds(host, len(records), rows) for rows in ROWS]
     log.info("streaming: an expert takes %.0f us over the link, and on the host %s us with %s rows", 1e6 * link,
@@ -53,14 +53,14 @@ def streaming_share(records: Sequence[Tensor], buffer: Tensor, host: HostExperts
 
 
 def best_split(missing: int, link: float, host: float) -> int:
-    """Return how many of the missing experts the host computes. Both work at the same time, so the later of the two
-    counts; of equal choices the one that fetches more."""
+    """Return how many of the missing experts the host should compute. Host and link work at the same time, so the
+    slower of the two counts; of equal choices, the one that fetches more is returned."""
     return min(range(max(1, missing)), key=lambda hosted: (max((missing - hosted) * link,
                                                                hosted * host + (POST if hosted else 0.0)), hosted))
 
 
 def _link_seconds(records: Sequence[Tensor], buffer: Tensor) -> float:
-    """Return the time of one expert, read by the device from host memory into a slot."""
+    """Return the seconds per expert when the device reads experts from host memory into slots."""
     device, count = buffer.device, min(4, len(buffer), records[0].shape[0])
     target = buffer[len(buffer) - count :]
     pairs = torch.stack([torch.arange(count), torch.arange(count)], 1).to(torch.int32).to(device)
@@ -70,7 +70,7 @@ def _link_seconds(records: Sequence[Tensor], buffer: Tensor) -> float:
 
 
 def _copy_seconds(records: Sequence[Tensor], buffer: Tensor) -> float:
-    """Return the time of one expert among several that are copied in order, as they stream past."""
+    """Return the seconds per expert when several are copied in one run, as streaming steps do."""
     count = min(len(buffer), records[0].shape[0])
     target = buffer[len(buffer) - count :]
     return _device_seconds(
@@ -89,7 +89,7 @@ def _device_seconds(work: Callable[[int], object]) -> float:
 
 
 def _host_seconds(host: HostExperts, layers: int, rows: int = 1) -> float:
-    """Return the time of one expert for `rows` tokens, its weights not in a cache."""
+    """Return the seconds that the host takes for one expert with `rows` tokens, its weights not in a CPU cache."""
     x = torch.randn(rows, host.layout.hidden)
     count = min(4, host.layout.experts)
     times = []

@@ -1,4 +1,4 @@
-"""Weights placed on a CUDA device as the plan says: parts, slots, page table, and who computes what is missing."""
+"""Places weights on a CUDA device as the plan says: parts, slots, the page table, and the host's share of experts."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from spillover.plan.planner import Plan
 
 log = logging.getLogger("spillover.engine")
 
-LOG_ROWS = 1024  # steps that the policy may be behind
-LITTLE = 8  # experts of a group that is not worth being cut smaller
+LOG_ROWS = 1024  # steps that the routing log holds: the policy thread may lag behind by as many
+LITTLE = 8  # fewest experts per group for which the transit slots are divided among three groups, not two
 
 
-CudaExperts = PagedExperts | FetchedExperts  # of all layers that have slots or are the host's, numbered from 0
+CudaExperts = PagedExperts | FetchedExperts  # experts of all layers of `table_layers`, which are numbered from 0
 
 
 @dataclass(frozen=True)
 class CudaLayerExperts:
-    """One layer's experts, as the model sees them."""
+    """The experts of one layer, with the interface that the model uses."""
 
     experts: CudaExperts
     layer: int
@@ -59,8 +59,8 @@ class CudaLayerExperts:
 def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelConfig,
                   disk: DiskWeights | None, transfers: CudaTransfers,
                   shared: SharedWeights | None = None) -> PlacedWeights:
-    """Put parts on the device and in host memory, and choose who fetches experts. `shared`: keeps what is in host
-    memory, once for all engines."""
+    """Put parts on the device and in host memory, and choose how experts are fetched. `shared`: keeps the weights that
+    go to host memory, one copy for all engines."""
     placement, device = plan.placement, torch.device("cuda")
     assert placement is not None
     placed = PlacedParts(placement, device, transfers, disk, shared)
@@ -84,7 +84,7 @@ def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelCo
         slots[first : first + quotas[index]].copy_(records[: quotas[index]])
         del records
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # what loading left behind
+    torch.cuda.empty_cache()  # frees temporary memory of loading
     experts = None
     if slots is not None:
         experts = _experts(placed, layers, quotas, slots, plan, config, model, transfers)
@@ -101,7 +101,7 @@ def table_layers(placement: WeightPlan) -> tuple[int, ...]:
 
 def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], slots: Tensor, plan: Plan,
              config: EngineConfig, model: ModelConfig, transfers: CudaTransfers) -> CudaExperts:
-    """Choose who fetches the experts: the host where it must read them from disk or is asked to, else the device."""
+    """Choose how experts are fetched: by the host if some are on disk or the strategy is demand, else by the device."""
     placement, record, k = placed.placement, placed.expert_record, model.experts_per_token
     assert record is not None
     arena = ExpertArena(slots, record)
@@ -115,9 +115,9 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     fill_table(table, quotas)
     policy.on_load(len(layers), placed.num_experts, placement.quota)
     table.worth.copy_(torch.tensor([list(policy.worth(layer)) for layer in range(len(layers))]))
-    # Of three groups one is computed, one is there and one on its way; little room is better cut in two.
+    # With three groups, one is being computed, one is loaded and one in flight; few slots are better cut in two.
     group = max(1, placement.transit // (3 if placement.transit >= 3 * LITTLE else 2))
-    # Layers without a slot are the host's, whose sums are rounded otherwise: where that matters they stream past.
+    # Paging leaves layers without slots to the host, which rounds sums differently; without `fast` they must stream.
     paged_tokens = placement.paged_tokens if all(quotas) or config.fast else 0
     host = thread = None
     if placement.strategy in ("experts", "host-experts") and config.fast:
@@ -130,8 +130,8 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
 
 def _host_share(arena: ExpertArena, record: Record, records: Sequence[Tensor], buffer: Tensor, quotas: Sequence[int],
                 plan: Plan, model: ModelConfig) -> HostShare | None:
-    """Share what is missing between the link and the host's cores as measured here and now; None if the link alone is
-    faster. `buffer`: slots to measure copies into."""
+    """Divide missing experts between the link and the host's cores by measuring both now; return None if the link
+    alone is faster. `buffer`: slots to measure copies into."""
     assert plan.placement is not None
     tokens, k, device = max(1, plan.placement.paged_tokens), model.experts_per_token, buffer.device
     layout = ExpertLayout(record, arena.first.weight.format, getattr(torch, plan.dtype), model.hidden_size,
@@ -149,7 +149,7 @@ def _host_share(arena: ExpertArena, record: Record, records: Sequence[Tensor], b
 
 
 def fill_table(table: PageTable, quotas: Sequence[int]) -> None:
-    """Note that the first experts of every layer lie in its slots, in order."""
+    """Enter into the table that the slots of every layer hold its first experts, in order."""
     first = 0
     for layer, quota in enumerate(quotas):
         table.slot_of[layer, :quota] = torch.arange(first, first + quota, dtype=torch.int32)

@@ -1,7 +1,7 @@
-"""Runs steps on a CUDA device: nothing in a step waits for it, and all but the largest are replayed from CUDA graphs.
+"""Runs steps on a CUDA device: launching never waits for the device, and most steps are replayed from CUDA graphs.
 
-A step brings its inputs from pinned memory, runs the model, samples tokens and writes them to pinned memory too, with
-an event behind it; the host waits for that event alone, when it asks for the result.
+A step copies its inputs from pinned memory, runs the model, samples tokens, writes them to pinned memory and records an
+event; the host waits only for that event, when it needs the result.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.layers import Decoder, KVViews, ModelStep
 
-FEW_UPDATES = UPDATE_BYTES // 8 - 4  # table entries that travel with the step; more of them have a copy of their own
-STEPS_KEPT = 4  # results on their way to the host, or there and not read yet
+FEW_UPDATES = UPDATE_BYTES // 8 - 4  # most block table entries that are sent with a step; more are copied separately
+STEPS_KEPT = 4  # maximum number of results that are in flight to the host, or have arrived and are not read yet
 
 i32, i64 = torch.int32, torch.int64
 Changed = TypeVar("Changed")
@@ -62,10 +62,10 @@ class _Work:
     offsets: InputOffsets
     num_samples: int
     sampling: SamplingBatch | None  # None: every row is sampled by temperature alone
-    decodes: bool  # one row per request, and all of them are sampled from
-    key: Key | None  # of its graph, which is there or about to be
+    decodes: bool  # whether every request has one row, which is sampled from
+    key: Key | None  # key of the step's CUDA graph, captured now if it does not exist; None: the step has no graph
     prompts: tuple[PromptRows, ...]
-    drafts: Drafts | None  # that it verifies, and the host does not know yet
+    drafts: Drafts | None  # drafts that the step verifies and the host does not have yet; None: there are none
 
 
 class CudaStep:
@@ -95,7 +95,7 @@ class CudaStep:
         drawn: list[int] = self._drawn[:work.num_samples].tolist()
         if work.decodes and self._logprobs is None:
             return decode_result(self.step, table, drawn)
-        if self._runner.model.ranks.rank:  # it is told the tokens and nothing else
+        if self._runner.model.ranks.rank:  # ranks other than 0 receive only the sampled tokens
             return to_result(self.step, table, drawn, None, (), (), None)
         drafts = {} if work.drafts is None else work.drafts.tokens()
         return to_result(self.step, table, drawn, self._logprobs, work.prompts, self._scored, self._runner.decode,
@@ -107,9 +107,9 @@ class CudaRunner:
                  limits: StepLimits, transfers: Transfers, decode: Callable[[int], str] | None = None,
                  kv_dtype: str = "auto",
                  stage: OffloadStage | None = None, graphs: bool = True, beside: CudaRunner | None = None) -> None:
-        """Make the runner. `stage`: what the cold blocks of sequences longer than the pool pass through. `beside`: a
-        runner of the same device, whose stream this one shares: kernels keep counters that no two launches may use at
-        once."""
+        """Make the runner. `stage`: the buffer through which the offloaded blocks of sequences longer than the pool
+        pass. `beside`: another runner on the same device, whose stream this one shares because kernels keep counters
+        that concurrent launches must not use."""
         config, groups = model.config, len(model.groups)
         self.model = model
         self.weights = weights
@@ -118,10 +118,10 @@ class CudaRunner:
         self.observe: PromptObserver | None = None
         self.transfers = transfers
         self.table = limits.request_table(groups, block_size, device)
-        self.drafting: CudaRunner | None = None  # runs a model that drafts, and sleeps when this one does
-        self.head: DraftHead | None = None  # drafts from this model's hidden states
-        self.reads: ReadsFeatures | None = None  # what is shown those: the head, or one who wants to learn
-        self._passes: DraftPasses | None = None  # of the head
+        self.drafting: CudaRunner | None = None  # the draft model's runner, which sleeps together with this one
+        self.head: DraftHead | None = None  # an EAGLE-3 head that drafts from this model's hidden states
+        self.reads: ReadsFeatures | None = None  # reader of the hidden states: the head, or the training of a head
+        self._passes: DraftPasses | None = None  # the drafting passes of the head
         self._asleep: SleepingKV | None = None
         self._block_size = block_size
         self._device = device
@@ -135,12 +135,12 @@ class CudaRunner:
         self._scratch = DecodeScratch.make(items, requests, config.num_heads, config.num_kv_heads, config.head_dim,
                                            device)
         samples = limits.max_samples
-        # Of the last step, and behind them what a head drafted: [passes, requests].
+        # Tokens sampled in the last step, followed by the tokens that a head drafted: [passes, requests].
         self._draws = torch.zeros(samples + limits.draft_tokens * limits.max_num_seqs, dtype=i64, device=device)
         self._drawn_from = torch.zeros(samples, config.hidden_size, dtype=model.dtype, device=device)
         cuda = device.type == "cuda"
         if cuda:
-            torch.cuda.synchronize(device)  # all that was made so far is made on the default stream
+            torch.cuda.synchronize(device)  # the tensors above were created on the default stream
         self._queue: torch.cuda.Stream | None = beside._queue if beside is not None else None
         if cuda and beside is None:
             self._queue = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -149,12 +149,12 @@ class CudaRunner:
         self._result_row = 0  # the row of the results that a step's tokens are written to
         self._graphs = (Graphs(device, limits.max_num_seqs, limits.captured_rows, bool(limits.draft_tokens))
                         if graphs else None)
-        # Everything loaded by now stays: a collection that looked through it again would hold up a step for long.
+        # Freeze all objects created so far: scanning them in later garbage collections would stall a step.
         gc.collect()
         gc.freeze()
 
     def launch(self, step: Step) -> CudaStep:
-        # A stream of its own: the default one cannot be captured.
+        # Steps run on a separate stream, because the default stream cannot be captured.
         with torch.inference_mode(), torch.cuda.stream(self._queue):
             return self._launch(step)
 
@@ -163,16 +163,16 @@ class CudaRunner:
         self.table.tracks_rows = True
         self._passes = DraftPasses(head, self.table, self._limits, self._block_size, self._kv_dtype, self._draws)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # it is made on the default stream
+            torch.cuda.synchronize(self._device)  # the head was created on the default stream
 
     def draft(self, items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
-        """Let the head draft, one pass for each token of the longest draft."""
+        """Draft with the head, in one pass per token of the longest draft."""
         assert self._passes is not None, "there is no head"
         with torch.inference_mode(), torch.cuda.stream(self._queue):
             return self._passes.draft(items, self._graphs, wait)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture the graphs of plain steps now, on padding alone; the largest first, whose memory all share."""
+        """Capture the graphs of plain steps now, on padding alone; the largest first, as all share its memory."""
         if self._graphs is None:
             return
         few = self.weights.graphs.max_unpadded_rows
@@ -180,7 +180,7 @@ class CudaRunner:
         keys = [Key(size, True) for size in sizes] + [Key(size, False, True) for size in self._graphs.prompt_sizes]
         if self._limits.draft_tokens:
             keys += [Key(size, True, True) for size in self._graphs.prompt_sizes if size <= self._limits.max_samples]
-        # Graphs of steps that stream weights are good for one placement of them, and captured when such a step comes.
+        # Graphs of steps that stream weights are valid for one placement only; they are captured when such a step runs.
         keys = [key for key in keys if self.weights.graphs.graph_version(key.rows) == 0]
         nothing = ItemArrays.of((), np.empty(0, dtype=np.int64))
         with torch.inference_mode(), torch.cuda.stream(self._queue):
@@ -199,20 +199,20 @@ class CudaRunner:
         return self._graphs.stats if self._graphs is not None else None
 
     def in_order(self, change: Callable[[], Changed]) -> Changed:
-        """Make a change to the device's memory after all steps that were launched, and before those to come."""
+        """Change the device's memory, ordered after all steps launched so far and before all later ones."""
         with torch.inference_mode(), torch.cuda.stream(self._queue):
             return change()
 
     def forget_graphs(self) -> None:
-        """Drop all graphs: they hold the addresses of weights and KV, and are captured again when they are needed."""
+        """Drop all graphs, which contain addresses of weights and KV; they are captured again when they are needed."""
         if self._graphs is not None:
             self._graphs.clear()
 
     def sleep(self, blocks: Sequence[int]) -> None:
-        """Move weights and the KV of these blocks to the host. No step may run."""
+        """Move weights and the KV of these blocks to the host. No step may be in flight."""
         assert isinstance(self.transfers, CudaTransfers), "only a device's memory is given back"
         self.forget_graphs()
-        # KV first: slots of experts may lie in the same memory.
+        # KV moves first: slots of experts may share its memory.
         self._asleep = SleepingKV(self.kv.pool, blocks, self.transfers)
         self.weights.move(self.transfers.to_host, asleep=True)
         if self.drafting is not None:
@@ -240,12 +240,12 @@ class CudaRunner:
         return self.weights.traffic()
 
     def close(self) -> None:
-        """Stop, and give the device's memory back, whoever still holds the engine."""
+        """Stop, and free the device's memory even if references to the engine remain."""
         gc.unfreeze()
         self.weights.close()
         self.transfers.close()
         if isinstance(self.transfers, CudaTransfers):
-            with contextlib.suppress(RuntimeError):  # a device that has failed
+            with contextlib.suppress(RuntimeError):  # the device may have failed
                 self._free()
 
     def _free(self) -> None:
@@ -285,7 +285,7 @@ class CudaRunner:
         return self._send_back(step, work, logprobs, scored)
 
     def _captured(self, offsets: InputOffsets, key: Key) -> Tensor:
-        """Run a step as its graph has it; returns the rows that tokens are sampled from."""
+        """Run the part of a step that its graph contains; return the rows that tokens are sampled from."""
         hidden, samples = self._forward(offsets), offsets.shape.samples
         if key.draws:
             self._draw(offsets, hidden, samples)
@@ -303,7 +303,7 @@ class CudaRunner:
         self.model.ranks.broadcast(self._draws[:count])
 
     def _forward(self, offsets: InputOffsets, item: StepItem | None = None) -> Tensor:
-        """Run the model on what lies at `offsets`; `item` is looked at only if it is longer than the pool."""
+        """Run the model on the inputs at `offsets`; `item` matters only if its sequence is longer than the pool."""
         token_ids = self._inputs.array(offsets, "token_ids")
         fill_tokens(token_ids, self._inputs.array(offsets, "sources"), self._draws)
         model_step = self._model_step(offsets, token_ids)
@@ -347,7 +347,7 @@ class CudaRunner:
         return ModelStep(token_ids, positions, tuple(batches))
 
     def _cold_step(self, model_step: ModelStep, item: StepItem) -> ModelStep:
-        """Return the step of one request, longer than the pool, whose first blocks pass through a stage."""
+        """Return the step of one request longer than the pool, with its first blocks read through the stage."""
         assert self._stage is not None, "the plan has no sequences longer than the pool"
         (batch,), slot = model_step.attention, self.table[item.id].slot
         cold = replace(batch, block_table=self.table.block_tables[0, slot:slot + 1], cold=self._stage.prefix(item),
@@ -357,7 +357,7 @@ class CudaRunner:
     # On the host
 
     def lay_out(self, step: Step) -> _Work:
-        """Lay the step out and send it."""
+        """Write the step's inputs, send them to the device and choose its graph."""
         self._result_row = (self._result_row + 1) % STEPS_KEPT
         table = self.table
         slots, updates = table.begin(step)
@@ -378,7 +378,7 @@ class CudaRunner:
         elif len(updates.blocks):
             many = to_device(torch.from_numpy(table_updates(updates)), self._device)
             update_tables(table.block_tables, many, len(updates.blocks))
-        if self.model.ranks.rank:  # rank 0 samples for all
+        if self.model.ranks.rank:  # rank 0 samples for all ranks
             return _Work(offsets, len(drawn), None if plain else GREEDY, decodes, key, prompts, None)
         drafts = None
         if not decodes and self._passes is not None and any(item.draft_on_device for item in step.items):
@@ -388,7 +388,7 @@ class CudaRunner:
 
     def _choose_graph(self, items: ItemArrays, decodes: bool, plain: bool,
                       capturable: bool) -> tuple[Key | None, StepShape | None]:
-        """Return the key of the step's graph, and what the step is padded to for it; or neither."""
+        """Return the key of the step's graph and the shape that the step is padded to; None, None without a graph."""
         graphs, rows = self._graphs if capturable else None, items.num_rows
         shape = None
         if graphs is not None and decodes:
@@ -402,14 +402,14 @@ class CudaRunner:
         graph_version = None if shape is None else self.weights.graphs.graph_version(shape.rows)
         if shape is None or graph_version is None:
             return None, None
-        # Rows of decodes and drafts are all sampled from, and in their order.
+        # The graph can include sampling only if every row is sampled from, in the order of rows.
         draws = plain and (decodes or items.num_rows == items.num_samples) and shape.rows == shape.samples
         return Key(shape.rows, draws, not decodes, graph_version), shape
 
     def _send_back(self, step: Step, work: _Work, logprobs: SampledLogprobs | None,
                    scored: tuple[list[SampledLogprobs], ...]) -> CudaStep:
         count = work.num_samples
-        if work.sampling is not None or self.model.ranks.rank:  # else they are there
+        if work.sampling is not None or self.model.ranks.rank:  # in all other cases draw() has written the results
             self._results[self._result_row, :count].copy_(self._draws[:count], non_blocking=True)
         if logprobs is not None:
             logprobs = logprobs.to_pinned()

@@ -1,6 +1,6 @@
-"""The inputs of steps that only decode, of one size: most of them never change, and a step writes what does.
+"""The inputs of decode-only steps of one size: most arrays never change, and a step writes only those that do.
 
-What the host does between two steps is done with a cold cache, as a step takes the device long: it is worth few calls.
+The host's work between two steps runs with cold CPU caches, because a step takes the device long; few calls matter.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from spillover.engine.batch.step_layout import ItemArrays, write_decodes, write_
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, PinnedPair, StepInputs
 from spillover.kernels.triton.attention import ordered_splits
 
-FEW = 16  # rows whose attention is cut without arrays
-UPDATE_BYTES = 1 << 15  # room behind a step's own inputs, for new entries of the block tables
+FEW = 16  # largest number of rows for which attention is cut into pieces without numpy arrays
+UPDATE_BYTES = 1 << 15  # bytes reserved after a step's own inputs for new entries of the block tables
 
 
 class DecodeInputs:
-    """A template: padding alone, over which a step writes its requests."""
+    """A template of inputs that is all padding, over which a step writes its requests."""
 
     def __init__(self, inputs: StepInputs, offsets: InputOffsets, table: RequestTable, kv_heads: int,
                  windows: Sequence[int | None]) -> None:
@@ -30,7 +30,7 @@ class DecodeInputs:
         self._kv_heads = kv_heads
         self._windows = windows
         self._size = offsets.shape.rows
-        self._real = [0, 0]  # rows that are no padding, in either buffer
+        self._real = [0, 0]  # number of rows that are not padding, per buffer
         self._pair = pair = PinnedPair(offsets.end + UPDATE_BYTES, inputs.cuda)
         self._arrays = [pair.arrays(buffer, offsets) for buffer in range(2)]
         self._result_row = [pair.array(buffer, offsets.result_row, 1) for buffer in range(2)]
@@ -43,18 +43,18 @@ class DecodeInputs:
             arrays.sample_rows[:] = np.arange(self._size)
 
     def send(self, items: ItemArrays, result_row: int, updates: npt.NDArray[np.int32] | None) -> int | None:
-        """Write and send a step. `result_row`: the row of the results that its tokens go to; `updates`: at most
-        UPDATE_BYTES that are sent with it. Returns where these lie."""
+        """Write and send a step. `result_row`: the row of the results that its tokens go to; `updates`: block table
+        updates of at most UPDATE_BYTES to send with it. Returns the byte offset of the updates, None without any."""
         buffer, count = self._inputs.buffer, len(items.items)
         arrays = self._arrays[buffer]
-        if self._real[buffer] > count:  # rows that were a request's the last time, and are none now
+        if self._real[buffer] > count:  # rows that held requests in this buffer's last step become padding
             write_padding(arrays, slice(count, self._real[buffer]), self._table)
         self._real[buffer] = count
         self._result_row[buffer][0] = result_row
         write_decodes(arrays, items, self._table)
         end, place = self._write_work(buffer), None
         if updates is not None:
-            place = -(-end // 16) * 16  # as every array lies
+            place = -(-end // 16) * 16  # the alignment of every array
             first = (place - self.offsets.work[-1]) // 4
             self._updates[buffer][first:first + len(updates)] = updates
             end = place + 4 * len(updates)
@@ -62,7 +62,7 @@ class DecodeInputs:
         return place
 
     def _write_work(self, buffer: int) -> int:
-        """Cut attention into pieces; returns where the inputs end."""
+        """Cut attention into pieces; return the byte offset at which the inputs end."""
         arrays, end = self._arrays[buffer], 0
         slots, seq_lens = arrays.slots, arrays.seq_lens
         for place, window, into in zip(self.offsets.work, self._windows, self._work[buffer], strict=True):

@@ -1,9 +1,9 @@
-"""Passes of a head on a CUDA device: a row of every request each, launched one after another without waiting.
+"""Drafting passes of a head on a CUDA device: each has one row per request; they are launched without waiting.
 
-The host says once where the rows lie. What a pass leaves is where the next one reads it: its tokens, what they follow,
-and its rows moved on by one. So a pass is one CUDA graph, the same for every pass of as many requests. The tokens lie
-behind those that the last step sampled: the step that verifies them takes them from there, and need not wait until
-they are known.
+The host sends the inputs of the first pass. Every pass writes its tokens, the hidden states that they follow and the
+advanced positions to where the next pass reads them, so one CUDA graph serves every pass of the same size. The drafted
+tokens are stored after those that the last step sampled; the step that verifies them reads them there, without waiting
+until the host has them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from spillover.kernels.triton.draft_pass import end_pass
 from spillover.kernels.triton.draw import draw
 from spillover.kernels.triton.step_upload import update_tables
 
-DRAFTS_KEPT = 4  # drafts on their way to the host, or there and not read yet
+DRAFTS_KEPT = 4  # maximum number of drafts that are in flight to the host, or have arrived and are not read yet
 
 i32, i64 = torch.int32, torch.int64
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Drafts that the host knows once a later step has ended."""
+    """Drafts that are available on the host once a later step has completed."""
 
-    ids: Sequence[int]  # requests
-    results: Tensor  # [passes, requests]
-    begun: torch.cuda.Event | None  # None: it is no device that one waits for
+    ids: Sequence[int]  # ids of the requests
+    results: Tensor  # drafted tokens [passes, requests], copied to pinned memory
+    begun: torch.cuda.Event | None  # None on a device without asynchronous launches
     ended: torch.cuda.Event | None
 
     def tokens(self) -> dict[int, list[int]]:
@@ -61,7 +61,7 @@ class Drafts:
 class DraftPasses:
     def __init__(self, head: DraftHead, table: RequestTable, limits: StepLimits, block_size: int, kv_dtype: str,
                  draws: Tensor) -> None:
-        """Make room for the passes. `draws`: tokens sampled in the last step, and behind them room for drafts."""
+        """Allocate the memory of the passes. `draws`: tokens sampled in the last step, followed by space for drafts."""
         device = draws.device
         layer, most = head.head.config.layer, limits.max_num_seqs
         self._head = head
@@ -72,25 +72,25 @@ class DraftPasses:
         self._longest = limits.max_model_len
         self._device = device
         self._sizes = ladder(most)
-        self._places: dict[int, _Places] = {}  # by rows
+        self._places: dict[int, _Places] = {}  # inputs by number of rows
         self._inputs = StepInputs(self._offsets(most).end, device)
         items = ordered_splits.max_items(most + 1, self._longest, layer.num_kv_heads)
         self._scratch = DecodeScratch.make(items, most + 1, layer.num_heads, layer.num_kv_heads, layer.head_dim, device)
-        self._ids = torch.zeros(most, dtype=i64, device=device)  # of the next pass
+        self._ids = torch.zeros(most, dtype=i64, device=device)  # input tokens of the next pass
         self._before = torch.zeros(most, layer.hidden_size, dtype=head.kept.rows.dtype, device=device)
         self._drawn = torch.zeros(most, dtype=i64, device=device)
         self._greedy = torch.zeros(most, dtype=torch.float32, device=device)
         self._unused = torch.zeros(most, dtype=torch.float64, device=device)
         self._first = len(draws) - limits.draft_tokens * most
         self._drafted = draws[self._first:].view(limits.draft_tokens, most)
-        self._done = torch.zeros(1, dtype=i32, device=device)  # passes
+        self._done = torch.zeros(1, dtype=i32, device=device)  # number of completed passes
         self._results = torch.zeros(DRAFTS_KEPT, limits.draft_tokens, most, dtype=i64,
                                     pin_memory=device.type == "cuda")
-        self._turn = 0  # which of the results the next drafts go to
+        self._turn = 0  # index of the entry of `_results` that the next drafts go to
         self.last: Drafts | None = None
 
     def draft(self, items: Sequence[DraftItem], graphs: Graphs | None, wait: bool) -> HeadDrafts:
-        """Draft for the requests that can be drafted for. Without `wait` the next step must have them verified."""
+        """Draft for the requests that can be drafted for. Without `wait` the next step must verify the drafts."""
         found, slots, updates = self._table.begin_drafts(items)
         drafts: list[tuple[int, ...]] = [()] * len(items)
         if not found:
@@ -119,8 +119,8 @@ class DraftPasses:
     def _run(self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
              tokens: Sequence[int], graphs: Graphs | None) -> tuple[Tensor, torch.cuda.Event | None,
                                                                         torch.cuda.Event | None]:
-        """Draft behind the newest token of each request. `starts`: its position; `counts`: tokens to draft. Returns
-        where the drafts will lie on the host, and events before and behind the passes."""
+        """Draft after the newest token of each request. `starts`: its position; `counts`: number of tokens to draft.
+        Returns the host tensor that will receive the drafts, and the events before and after the passes."""
         begun = self._event()
         rows, passes = len(slots), int(counts.max())
         size, kept = self._size(rows, graphs), self._head.kept
@@ -147,7 +147,7 @@ class DraftPasses:
         return event
 
     def capture(self, graphs: Graphs) -> None:
-        """Capture the graphs of all sizes now, on padding alone."""
+        """Capture the graphs of all sizes now, with padding rows only."""
         for size in reversed(self._sizes):
             nothing = np.zeros(0, dtype=np.int64)
             offsets, key = self._send(size, nothing, nothing, nothing, (), nothing), Key(size, True, drafts=True)
@@ -162,8 +162,8 @@ class DraftPasses:
 
     def _send(self, size: int, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64],
               counts: npt.NDArray[np.int64], tokens: Sequence[int], kept: npt.NDArray[np.int64]) -> InputOffsets:
-        """Write where the rows of the first pass lie, and send it. `counts`: passes of each row, which lie where a step
-        has its sources; `kept`: places of what its token follows, where a step has its samples."""
+        """Write the inputs of the first pass and send them. `counts`: passes of each row, stored in the array `sources`
+        of a step; `kept`: indices of the kept hidden states that the tokens follow, stored in `sample_rows`."""
         if size not in self._places:
             self._places[size] = _Places(self._offsets(size), self._inputs.cuda)
         places, rows = self._places[size], len(slots)
@@ -181,7 +181,7 @@ class DraftPasses:
         return offsets
 
     def _pass(self, offsets: InputOffsets, key: Key) -> Tensor:
-        """Run a pass as its graph has it; returns the tokens."""
+        """Run one pass, the content of its graph; return the drafted tokens."""
         size = key.rows
         ids, before = self._ids[:size], self._before[:size]
         logits, after = self._head.draft(ids, before, self._batch(offsets))
@@ -210,7 +210,7 @@ class DraftPasses:
 
 
 class _Places:
-    """Pinned inputs of passes with as many rows, of which row numbers never change."""
+    """Pinned inputs of passes with one number of rows; the row numbers in them never change."""
 
     def __init__(self, offsets: InputOffsets, cuda: bool) -> None:
         self.offsets = offsets

@@ -1,4 +1,4 @@
-"""The memory of experts on a CUDA device, whoever fetches them."""
+"""The memory of experts on a CUDA device, independent of how they are fetched."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from spillover.kernels.moe.records import Record
 
 
 class ExpertArena:
-    """Slots of one expert each on the device, the stream buffers after all others."""
+    """Device slots of one expert each; the stream buffers come after all other slots."""
 
     def __init__(self, slots: Tensor, record: Record) -> None:
-        """Lay records over slots. `slots`: uint8 [n, record]."""
+        """View `slots`, uint8 [n, record], as expert records."""
         self.slots = slots
         self.record_bytes = record.nbytes
         self.first, self.second = expert_stacks(cast(ExpertWeights, record.stacks(slots)))
@@ -26,7 +26,7 @@ class ExpertArena:
         return self.slots.numel()
 
     def passes(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Passes:
-        """Begin a mixture over these slots in several passes."""
+        """Begin a mixture that is computed over these slots in several passes."""
         return begin_passes(x, scores, k, renormalize, self.first.gemm, self.second.width, limit)
 
     def sleep(self) -> None:

@@ -1,5 +1,5 @@
-"""Experts that the host fetches when the routing is known: what paging by faults amounts to, and the only way to
-experts that lie on disk. No such step can be captured."""
+"""Experts that the host fetches once it knows the routing: equivalent to paging by faults, and the only way to fetch
+experts from disk. No such step can be captured."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from spillover.memory.experts import ExpertCache
 class FetchedExperts(GraphAware):
     def __init__(self, arena: ExpertArena, cache: ExpertCache, source: Callable[[int, int], Tensor],
                  copy: Callable[[Tensor, Tensor], object]) -> None:
-        """Make the store. `cache`: which expert lies in which slot; `source(layer, expert)`: its record, read if need
-        be; `copy` brings that into a slot."""
+        """Make the store. `cache`: which expert is in which slot; `source(layer, expert)`: returns the expert's record,
+        read from disk if necessary; `copy(slot, record)`: copies a record into a slot."""
         self.arena = arena
         self._cache = cache
         self._source = source
@@ -35,14 +35,14 @@ class FetchedExperts(GraphAware):
         cache, arena = self._cache, self.arena
         passes = arena.passes(x, scores, k, renormalize, limit)
         wanted = sorted(set(passes.ids.flatten().tolist()))
-        wanted.sort(key=lambda expert: cache.slot(layer, expert) is None)  # what is there is used before it may go
+        wanted.sort(key=lambda expert: cache.slot(layer, expert) is None)  # hits are used before misses may evict them
         for experts in grouped(wanted, cache.usable(layer)):
             row = torch.full((cache.experts,), NONE, dtype=torch.int32)
             for expert in experts:
                 slot = cache.ask(layer, expert)
                 if slot is None:
                     slot = cache.take(layer, expert, keep=experts)
-                    if slot is None:  # a policy pins too many
+                    if slot is None:  # the policy pins so many experts that pinned ones must be evicted
                         slot = cache.take(layer, expert, keep=experts, pinned=True)
                     assert slot is not None
                     self._copy(arena.slots[slot], self._source(layer, expert))

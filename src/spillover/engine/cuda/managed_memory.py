@@ -1,4 +1,4 @@
-"""Managed memory of a CUDA device, never more of it than the card has free: an oversubscribed driver can hang a
+"""Managed memory of a CUDA device, by default no more than the card has free: an oversubscribed driver can hang a
 machine."""
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from spillover.units import format_bytes
 
 
 class ManagedBuffer:
-    """Managed memory as torch.as_tensor takes it; freed when the last tensor over it goes."""
+    """Managed memory in a form that torch.as_tensor accepts; freed together with the last tensor over it."""
 
     def __init__(self, driver: CudaDriver, context: int, address: int, nbytes: int) -> None:
-        """Hold memory at `address`, enough for `nbytes` that begin at a whole block of the driver's."""
+        """Hold memory at `address`, large enough for `nbytes` after rounding the address up to a huge page."""
         self.address = -(-address // HUGE_PAGE) * HUGE_PAGE
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
-        weakref.finalize(self, _free, driver, context, address).atexit = False  # the driver frees what is left then
+        weakref.finalize(self, _free, driver, context, address).atexit = False  # at exit the driver frees the memory
 
 
 class CudaManagedMemory:
-    """Allocates and moves managed memory of a CUDA device, as memory.managed.pages.ManagedMemory says."""
+    """Allocates and moves managed memory of a CUDA device; implements memory.managed.pages.ManagedMemory."""
 
-    faults = None  # only CUPTI counts them
+    faults = None  # page faults are not counted: only CUPTI could
 
     def __init__(self, transfers: CudaTransfers, beside: int, oversubscribe: bool,
                  driver: CudaDriver | None = None) -> None:
-        """Make the allocator. `beside`: bytes of the device that plain memory is going to take; `oversubscribe`:
-        allocate more than the card has free, if need be."""
+        """Make the allocator. `beside`: bytes of the device that are reserved for other memory; `oversubscribe`:
+        whether more may be allocated than the card has free."""
         self._transfers = transfers
         self._driver = driver or cuda_driver()
         self._device = transfers.device.index or 0
@@ -62,7 +62,7 @@ class CudaManagedMemory:
     def allocate(self, nbytes: int) -> ManagedBuffer:
         self._driver.set_context(self._context)
         free = self._driver.free_memory()
-        # What was allocated before may lie on the card, or not: neither may make this one too much.
+        # Earlier allocations may be on the card or on the host: check the total and the currently free memory.
         if (self._total + nbytes > self._limit or nbytes > free) and not self._oversubscribe:
             raise SpilloverError(
                 f"{format_bytes(self._total + nbytes)} of managed memory do not fit into the "
@@ -113,9 +113,9 @@ class CudaManagedMemory:
                                         sum(each.nbytes for each in pages))
 
     def _drop(self, pages: Sequence[Pages]) -> None:
-        """Forget the device's copies of pages whose originals are on the host. A prefetch to the host would leave them:
-        taking the advice back makes the copies one, the one at the preferred place, and moves nothing."""
-        torch.cuda.current_stream().synchronize()  # advice is in the order of no stream
+        """Drop the device's copies of pages whose originals are on the host. A prefetch to the host would keep them;
+        clearing the advice collapses the copies to the one at the preferred location, without moving anything."""
+        torch.cuda.current_stream().synchronize()  # advice is not ordered with any stream
         self._driver.set_context(self._context)
         for address, nbytes in pages:
             self._driver.advise(address, nbytes, NOT_READ_MOSTLY)

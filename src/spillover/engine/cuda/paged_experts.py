@@ -1,10 +1,9 @@
 """Experts that the device itself fetches in the middle of a step, into a few slots per layer.
 
-Up to `paged_tokens` tokens nothing in a step waits for the host: the device looks experts up in its page table, fetches
-those it misses straight from pinned host memory, each once whatever the number of tokens that go to it, and leaves some
-of them to the host's cores where that is faster. Where a step asks for more experts than a layer has slots, the rest
-pass through the stream buffers' slots, in further passes. Such a step can be captured as a CUDA graph. Larger ones,
-prefill above all, stream all that is missing (`expert_stream`).
+In a step of up to `paged_tokens` tokens the device does not need the host to fetch: it looks experts up in its page
+table, reads each missing one once from pinned host memory, and leaves some to the host's cores where that is faster.
+Experts for which a layer has no slots left pass through the slots of the stream buffers, in further passes. Such a step
+can be captured as a CUDA graph. Larger steps, mostly prefill, stream all missing experts (`expert_stream`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from spillover.kernels.moe.page_table import LENT, NONE, PageTable
 from spillover.kernels.moe.paged_moe import paged_mixture
 from spillover.memory.transfer.link_queue import Priority
 
-UNPADDED_ROWS = 8  # of the largest step whose graph has no padding, which would ask for a token's experts too
+UNPADDED_ROWS = 8  # rows up to which graphs have no padding: each padding row would request experts like a token
 
 
 class PagedExperts(GraphAware):
@@ -32,8 +31,8 @@ class PagedExperts(GraphAware):
                  paged_tokens: int, k: int, host: HostShare | None = None,
                  policy: PolicyThread | None = None) -> None:
         """Make the page table's owner. `records`: each layer's experts in host memory [experts, record]; `buffers`:
-        over the arena's slots behind those of the table; `paged_tokens`: of the largest step that pages, while no slot
-        is lent; `k`: experts of a token; `policy`: None if what experts are worth never changes."""
+        buffers over the arena's slots after those of the table; `paged_tokens`: tokens of the largest step that pages
+        while no slot is lent; `k`: experts per token; `policy`: None if the worth of experts never changes."""
         self.arena = arena
         self.table = table
         self._records = records
@@ -43,22 +42,22 @@ class PagedExperts(GraphAware):
         self._host = host
         self._policy = policy
         self._buffers = buffers
-        self._gathered = 0  # experts that the device had fetched when it was last asked
+        self._gathered = 0  # experts that the device had fetched when `traffic` was last read
         self._routing: Tensor | None = None
-        self.replay_at: Tensor | None = None  # int32 [T]: the row of the routing that each row of the step follows
+        self.replay_at: Tensor | None = None  # int32 [T]: index into the recorded routing for each row of the step
         self._first: list[int] = table.first.tolist()
         self._lent: list[set[int]] = [set() for _ in records]
-        self._room: list[int] = []  # tokens that layers have room for in one pass, of which more than half is lent
+        self._room: list[int] = []  # tokens whose experts fit in one pass, of layers with more than half lent
 
     @property
     def paged_tokens(self) -> int:
-        """Return the tokens of the largest step that pages now: loans of more than half of a layer's slots leave room
-        for the experts of fewer tokens."""
+        """Return the number of tokens of the largest step that pages now: it falls when more than half of a layer's
+        slots are lent."""
         return min([self._most_paged, *self._room])
 
     def replay(self, routing: Tensor) -> None:
-        """Let steps that page follow recorded routing int32 [N, L, k] from now on instead of their router, one row for
-        all tokens of a step, or for each that of `replay_at`; CUDA graphs captured before do not."""
+        """Make steps that page use the recorded routing int32 [N, L, k] instead of their router from now on: one row
+        for all tokens of a step, or the row in `replay_at` for each token. CUDA graphs captured earlier do not."""
         self._routing = routing
 
     @property
@@ -101,7 +100,7 @@ class PagedExperts(GraphAware):
 
     @property
     def traffic(self) -> WeightTraffic:
-        """Return the counts so far; waits for the device."""
+        """Return the counts since the start; this waits for the device."""
         hits, gathered, hosted = self.table.totals.sum(0).tolist()
         self._buffers.count(Priority.DEMAND, (gathered - self._gathered) * self.arena.record_bytes)
         self._gathered = gathered
@@ -110,7 +109,7 @@ class PagedExperts(GraphAware):
                              gathered, hosted + stream.num_hosted)
 
     def lend(self, layer: int, most: int) -> range:
-        """Change the table on the device, in the order of steps; nothing waits for it."""
+        """Lend up to `most` adjacent slots; the table changes on the device in the order of steps, without a wait."""
         lent, first, end = self._lent[layer], self._first[layer], self._first[layer + 1]
         most = min(most, end - first - len(lent) - (self._k + 1))
         if most <= 0:

@@ -1,6 +1,6 @@
-"""The policy of experts beside a CUDA device: a thread that reads the routing log and writes what each is worth.
+"""The thread that runs the policy of experts for a CUDA device: it reads the routing log and writes experts' worth.
 
-Steps do not wait for it, and it does not wait for them: the device evicts by the worth that was written last.
+Steps do not wait for it, and it does not wait for steps: the device evicts by the worth that was written last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spillover.memory.transfer.link_queue import Priority
 
 log = logging.getLogger("spillover.engine")
 
-PAUSE = 0.002  # seconds between two looks, so that several steps are read at once
+PAUSE = 0.002  # seconds between two reads of the log, so that several steps are read at once
 
 
 class PolicyThread:
@@ -27,17 +27,17 @@ class PolicyThread:
         self._table = table
         self._worth = torch.zeros(table.worth.shape, pin_memory=table.worth.is_cuda)
         self._stream = transfers.stream(Priority.DEMAND) if transfers is not None else None
-        self._read = 0  # steps of the log
-        self._ended = False  # one more since then
+        self._read = 0  # number of the last step that was read from the log
+        self._ended = False  # whether another step has completed since the thread last woke up
         self._news = threading.Condition()
         self._leaving = False
-        policy.on_phase("decode")  # larger steps do not go through the page table
+        policy.on_phase("decode")  # larger steps do not use the page table
         self.write()
         self._thread = threading.Thread(target=self._run, name="spillover-policy", daemon=True)
         self._thread.start()
 
     def ended(self) -> None:
-        """Note that one more step has gone through the page table."""
+        """Record that another step that used the page table has completed."""
         with self._news:
             self._ended = True
             self._news.notify()
@@ -49,7 +49,7 @@ class PolicyThread:
         self._thread.join()
 
     def read(self, last: int) -> None:
-        """Tell the policy of the steps up to `last`, as far as the log still has them."""
+        """Report the steps up to number `last` to the policy, as far as the log still contains them."""
         rows = self._table.log.shape[0]
         for step in range(max(self._read + 1, last - rows + 2), last + 1):
             row = self._table.log[step % rows]
@@ -67,10 +67,10 @@ class PolicyThread:
             return
         with torch.cuda.stream(self._stream):
             self._table.worth.copy_(self._worth, non_blocking=True)
-        self._stream.synchronize()  # the buffer is written again
+        self._stream.synchronize()  # the copy must complete before the pinned buffer is written again
 
     def _complete(self) -> int:
-        """Return the last step whose log is whole; the one after it may be under way."""
+        """Return the number of the last step whose log is complete; the one after it may still be running."""
         with torch.cuda.stream(self._stream):
             return int(self._table.step.item()) - 1
 
@@ -85,10 +85,10 @@ class PolicyThread:
             try:
                 self.read(self._complete())
                 self.write()
-            except SpilloverError as error:  # a user's own, which says by itself what is wrong
-                log.error("%s; the device goes on with the worth it has", error)
+            except SpilloverError as error:  # from a user's own policy; the message explains the error without a trace
+                log.error("%s; the device keeps evicting by the last worth it received", error)
                 return
             except Exception:
-                log.exception("the policy of experts failed; the device goes on with the worth it has")
+                log.exception("the policy of experts failed; the device keeps evicting by the last worth it received")
                 return
             threading.Event().wait(PAUSE)

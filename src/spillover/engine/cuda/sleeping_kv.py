@@ -1,4 +1,4 @@
-"""A KV pool whose device memory is given back while the engine sleeps: blocks in use wait on the host."""
+"""A KV pool whose device memory is freed while the engine sleeps: blocks in use are kept on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS_AT_ONCE = 64
 
 class SleepingKV:
     def __init__(self, pool: Tensor, blocks: Sequence[int], transfers: CudaTransfers) -> None:
-        """Copy these blocks to the host and give the pool's memory back; views of it stay good until `wake_up`."""
+        """Copy these blocks to the host and free the pool's memory; views of it are usable again after `wake_up`."""
         self._pool = pool
         self._transfers = transfers
         self._nbytes = pool.untyped_storage().nbytes()
@@ -24,7 +24,7 @@ class SleepingKV:
         pool.untyped_storage().resize_(0)
 
     def wake_up(self) -> None:
-        """Take the memory again and bring the blocks back."""
+        """Allocate the memory again and copy the blocks back."""
         self._pool.untyped_storage().resize_(self._nbytes)
         self._pool.zero_()
         for index, kept in self._kept:

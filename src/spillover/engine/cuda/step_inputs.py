@@ -1,7 +1,7 @@
-"""What the host tells a CUDA device about a step: written to pinned memory, from which the device brings it.
+"""The inputs of a step on a CUDA device: the host writes them to pinned memory, from which the device copies them.
 
-There are two pinned buffers, so that the next step is written while the last one may still be brought, and one device
-buffer, whose addresses captured graphs rely on: the arrays of steps of one shape lie at the same offsets.
+There are two pinned buffers, so that the next step can be written while the last one is still being copied, and one
+device buffer, whose addresses captured graphs rely on: the arrays of steps of one shape have the same offsets.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from spillover.kernels.triton.step_upload import bring
 _ALIGNMENT = 16  # bytes
 _TORCH: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32,
                                   np.float64: torch.float64}
-HEADER = 4  # numbers before a layer group's attention work: how many pieces there are, and three of nothing
+HEADER = 4  # numbers before a layer group's attention work: the number of pieces, and three zeros
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of a step's arrays: its own, or larger ones that it is padded to for a captured graph."""
+    """Sizes of a step's arrays: those of the step itself, or larger ones that it is padded to for a captured graph."""
 
-    rows: int  # T
-    requests: int  # B
-    samples: int  # R
-    tiles: int = 0  # of attention, for requests with several rows
-    piece: int = 1  # rows of a request of padding
-    short: int = 0  # items of attention, for requests with a few rows
+    rows: int  # number of rows, T
+    requests: int  # number of requests, B
+    samples: int  # number of rows that are sampled from, R
+    tiles: int = 0  # number of attention tiles, for requests with several rows
+    piece: int = 1  # maximum number of rows of a padding request
+    short: int = 0  # number of attention items, for requests with a few rows
 
     @staticmethod
     def decodes(size: int) -> StepShape:
@@ -45,20 +45,20 @@ class StepShape:
 
 @dataclass(frozen=True)
 class InputOffsets:
-    """Where the arrays of steps of one shape lie in the inputs, in bytes."""
+    """Byte offsets, within the inputs, of the arrays of steps of one shape."""
 
     shape: StepShape
-    arrays: dict[str, int]  # by the names of StepArrays
-    result_row: int  # the row of the results that the step's tokens go to
-    tiles: int
-    short: tuple[int, ...]  # pieces of attention for requests with a few rows, per layer group
-    work: tuple[int, ...]  # pieces of attention for requests with one row, per layer group
-    work_size: int  # numbers that each has room for
-    end: int
+    arrays: dict[str, int]  # offset by name of the StepArrays field
+    result_row: int  # offset of the number that says which row of the results the step's tokens go to
+    tiles: int  # offset of the attention tiles
+    short: tuple[int, ...]  # offset of the attention pieces of requests with a few rows, per layer group
+    work: tuple[int, ...]  # offset of the attention pieces of requests with one row, per layer group
+    work_size: int  # capacity of each entry of `work`, in int32 numbers
+    end: int  # total bytes
 
     @staticmethod
     def of(shape: StepShape, groups: int, longest: int, kv_heads: int) -> InputOffsets:
-        """Place the arrays of a shape. `longest`: tokens that a request may have."""
+        """Lay out the arrays of a shape. `longest`: maximum number of tokens of a request."""
         sizes = {"T": shape.rows, "B": shape.requests, "B+1": shape.requests + 1, "R": shape.samples}
         end, arrays = _ALIGNMENT, {}
         for name, (dtype, size) in ARRAYS.items():
@@ -94,7 +94,7 @@ class PinnedPair:
                              for name, place in offsets.arrays.items()})
 
     def write_pieces(self, buffer: int, place: int, pieces: npt.NDArray[np.int32]) -> int:
-        """Write pieces of attention behind their number; returns where they end."""
+        """Write a header with the number of attention pieces, then the pieces; return the offset of their end."""
         written = self.array(buffer, place, HEADER + pieces.size)
         written[:HEADER] = (len(pieces), 0, 0, 0)
         written[HEADER:] = pieces.ravel()
@@ -105,37 +105,37 @@ class StepInputs:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.pinned = PinnedPair(nbytes, self.cuda)
-        self.buffer = 0  # the one of a pair that is written
+        self.buffer = 0  # index of the buffer of each pair that is being written
         self._device = torch.zeros(_aligned(nbytes), dtype=torch.uint8, device=device)
         self._words = self._device.view(torch.int64)
         self._sent = [torch.cuda.Event() if self.cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Start the next step's inputs; waits if those of the step before last have not been brought."""
+        """Start the next step's inputs; wait if those of the step before last have not been copied yet."""
         self.buffer = 1 - self.buffer
         event = self._sent[self.buffer]
         if event is not None:
             event.synchronize()
 
     def send(self, pair: PinnedPair, end: int) -> None:
-        """Bring the first `end` bytes of a pair's buffer to the device."""
+        """Copy the first `end` bytes of a pair's current buffer to the device."""
         bring(self._words, pair.words[self.buffer], end)
         event = self._sent[self.buffer]
         if event is not None:
             event.record()
 
     def view(self, place: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Return an array on the device that was sent to `place`."""
+        """Return the array on the device at byte offset `place`."""
         size = math.prod(shape) * dtype.itemsize
         return self._device[place:place + size].view(dtype).view(shape)
 
     def array(self, offsets: InputOffsets, name: str) -> Tensor:
-        """Return one of the StepArrays on the device."""
+        """Return the device copy of one field of StepArrays."""
         return self.view(offsets.arrays[name], _TORCH[ARRAYS[name][0]], offsets.size(name))
 
 
 def table_updates(updates: BlockUpdates) -> npt.NDArray[np.int32]:
-    """Return table entries as kernels.triton.step_upload.update_tables reads them."""
+    """Return block table updates in the format that kernels.triton.step_upload.update_tables reads."""
     count = len(updates.blocks)
     numbers = np.empty(2 + 2 * count, dtype=np.int32)
     numbers[0], numbers[1] = count, 0

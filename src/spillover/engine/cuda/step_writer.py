@@ -1,4 +1,4 @@
-"""Lays steps out for a CUDA device: chooses their shapes, writes their arrays, cuts attention into pieces and tiles."""
+"""Lays out steps for a CUDA device: chooses their shapes, writes their arrays, cuts attention into pieces and tiles."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES, prefill_tiles
 from spillover.models.layers import Decoder
 
-MAX_PREFILL_REQUESTS = 32  # requests with several rows in a step that is captured as a CUDA graph
+MAX_PREFILL_REQUESTS = 32  # maximum number of requests with several rows in a step captured as a CUDA graph
 
 
 class StepWriter:
-    """Writes steps to pinned inputs and sends them; a step that only decodes is written over a template of its size."""
+    """Writes steps to pinned inputs and sends them; a decode-only step is written over a template of its size."""
 
     def __init__(self, model: Decoder, limits: StepLimits, table: RequestTable, device: torch.device) -> None:
         self._limits = limits
         self._table = table
         self._kv_heads = model.config.num_kv_heads
         self._windows = [group.window for group in model.groups]
-        # Pieces of requests with a few rows: a row each of the scratch that serves single rows. Whole ones need none.
+        # Maximum pieces of requests with a few rows: each takes one scratch item per row; an uncut request takes none.
         self._most_pieces = min(ordered_splits.MOST_ITEMS, ordered_splits.max_items(
             limits.max_num_seqs + 1, limits.max_model_len, self._kv_heads) // ordered_splits.QUERIES)
         self._most_short = max(self._most_pieces, limits.max_num_seqs + 1 if limits.draft_tokens else 0)
-        # Padding beside prefill is cut into requests of its own, each of one tile, in the dummy block.
+        # Padding of prefill steps is cut into padding requests of at most one tile each, in the dummy block.
         self._padding_rows = min(TILE_QUERIES, limits.max_model_len)
-        # Requests with several rows in a captured step: where drafts are verified, that may be all of them.
+        # Maximum number of requests with several rows in a captured step: all of them where drafts are verified.
         self.most_several = max(MAX_PREFILL_REQUESTS, limits.max_num_seqs if limits.draft_tokens else 0)
-        self._offsets: dict[StepShape, InputOffsets] = {}  # of padded steps
+        self._offsets: dict[StepShape, InputOffsets] = {}  # offsets of the shapes of padded steps
         self.inputs = StepInputs(self._input_bytes(), device)
-        self._templates: dict[int, DecodeInputs] = {}  # of steps that only decode, by rows
+        self._templates: dict[int, DecodeInputs] = {}  # templates of decode-only steps, by number of rows
 
     def send(self, items: ItemArrays, shape: StepShape | None, decodes: bool, result_row: int,
              updates: npt.NDArray[np.int32] | None = None) -> tuple[InputOffsets, int | None]:
-        """Write a step and bring it to the device. `shape`: what it is padded to, None: nothing; `decodes`: it does
-        nothing else; `result_row`: the row of the results that its tokens go to; `updates`: at most UPDATE_BYTES that
-        travel with it. Returns where its arrays lie, and where the updates do."""
+        """Write a step and send it to the device. `shape`: the shape it is padded to, None if it is not padded;
+        `decodes`: the step only decodes; `result_row`: the row of the results that its tokens go to; `updates`: block
+        table updates of at most UPDATE_BYTES to send with it. Returns the offsets of its arrays and of the updates."""
         self.inputs.begin()
         if decodes and shape is not None:
             template = self._template(shape)
@@ -55,7 +55,7 @@ class StepWriter:
         return offsets, place
 
     def write(self, items: ItemArrays, shape: StepShape | None, result_row: int) -> tuple[InputOffsets, int]:
-        """Write a step into the inputs; returns where it lies, and where that ends."""
+        """Write a step into the inputs; return the offsets of its arrays, and the offset at which they end."""
         offsets = self._padded(shape) if shape is not None else self._offsets_of(self._own_shape(items))
         pinned, buffer, shape = self.inputs.pinned, self.inputs.buffer, offsets.shape
         into = pinned.arrays(buffer, offsets)
@@ -84,15 +84,15 @@ class StepWriter:
         return offsets, end
 
     def prompt_shape(self, rows: int) -> StepShape:
-        """Return the padded shape of a prefill graph of `rows` rows. Unused attention tiles point at a request without
-        rows, appended last."""
+        """Return the padded shape of a prefill graph of `rows` rows. Unused attention tiles point at the last padding
+        request, which has no rows."""
         most, piece = self._limits.max_num_seqs, self._padding_rows
         pieces = -(-rows // piece)
         tiles = pieces + 2 + min(self.most_several, rows // 2)
         return StepShape(rows, most + pieces + 1, min(rows, self._limits.max_samples), tiles, piece, self._most_short)
 
     def _own_shape(self, items: ItemArrays) -> StepShape:
-        """Return the shape of a step that is not padded."""
+        """Return the shape of a step without padding."""
         tiled = items.counts[items.counts > 1]
         short = self._most_short if bool((tiled <= ordered_splits.QUERIES).any()) else 0
         return StepShape(items.num_rows, len(items.slots), items.num_samples, int((-(-tiled // TILE_QUERIES)).sum()),
@@ -102,7 +102,7 @@ class StepWriter:
         return InputOffsets.of(shape, len(self._windows), self._limits.max_model_len, self._kv_heads)
 
     def _padded(self, shape: StepShape) -> InputOffsets:
-        """Return the offsets of a shape that comes again and again."""
+        """Return the offsets of the shape of a padded step, computed once per shape."""
         if shape not in self._offsets:
             self._offsets[shape] = self._offsets_of(shape)
         return self._offsets[shape]
@@ -114,7 +114,7 @@ class StepWriter:
         return self._templates[shape.rows]
 
     def _input_bytes(self) -> int:
-        """Return the bytes of the largest step's inputs."""
+        """Return the number of bytes of the largest step's inputs, block table updates included."""
         limits = self._limits
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         prompts = self.prompt_shape(limits.captured_rows)

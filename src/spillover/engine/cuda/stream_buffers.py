@@ -1,7 +1,7 @@
-"""Groups of experts on their way through a few slots of a CUDA device: copied ahead of their use, in a step's order.
+"""Buffers of a CUDA device through which groups of experts stream, copied ahead of their use in the order of a step.
 
-Steps with many tokens go through every expert of a layer: those that have no slot stream past, group after group, and
-the slots of decoding are left as they are.
+Steps with many tokens use every expert of a layer: experts without a slot stream through the buffers, group after
+group, and the slots of decode stay unchanged.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from spillover.memory.transfer.link_queue import Priority
 
 @dataclass(frozen=True)
 class Group:
-    """Experts of one layer that pass together."""
+    """Experts of one layer that are copied and computed together."""
 
-    runs: Tensor  # the layer's records at home [experts, bytes]
+    runs: Tensor  # all records of the layer in host memory, their home [experts, bytes]
     experts: tuple[int, ...]
 
     @property
@@ -30,12 +30,12 @@ class Group:
 
 class StreamBuffers:
     def __init__(self, slots: Tensor, size: int, transfers: CudaTransfers | None) -> None:
-        """Use `slots` [n, bytes], in places of `size` slots each; `transfers`: None where slots are on a CPU, in
-        tests."""
+        """Divide `slots` [n, bytes] into places of `size` slots each; `transfers`: None in tests, whose slots are on a
+        CPU."""
         self._places = [slots[start : start + size] for start in range(0, len(slots) - size + 1, size)]
         self.size = size
         self._transfers = transfers
-        self._left: list[torch.cuda.Event | None] = [None] * len(self._places)  # the last use of a place is over
+        self._left: list[torch.cuda.Event | None] = [None] * len(self._places)  # end of the last use of each place
         self._groups: Sequence[Group] = ()
         self._started = self._taken = 0
         self._arrived: list[torch.cuda.Event | None] = []
@@ -45,13 +45,13 @@ class StreamBuffers:
         return len(self._places)
 
     def count(self, priority: Priority, nbytes: int) -> None:
-        """Count what steps copy, which a CUDA graph may do without the host."""
+        """Count the bytes that steps copy, which a replayed CUDA graph copies without the host."""
         if self._transfers is not None:
             self._transfers.queue.count(priority, nbytes)
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """Begin a step with its groups, in the order they will be taken in; also while its CUDA graph is captured. What
-        ran before it is not waited for one by one, but as a whole."""
+        """Begin a step with its groups, in the order in which `take` will return them; also during capture of its CUDA
+        graph. Copies wait for all earlier work at once, not for the last use of each place."""
         assert self._taken == len(self._groups), "the step before has not taken all of its groups"
         self._groups, self._started, self._taken, self._arrived = groups, 0, 0, []
         self._left = [None] * len(self._places)
@@ -61,7 +61,7 @@ class StreamBuffers:
             self._start()
 
     def take(self) -> int:
-        """Return the place of the next group, once it is there; `leave` it before the next is taken."""
+        """Return the place of the next group, after its copy in stream order; call `leave` before the next `take`."""
         arrived = self._arrived[self._taken]
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)
@@ -80,7 +80,7 @@ class StreamBuffers:
         pairs = [(target[at : at + count], group.runs[first : first + count])
                  for at, first, count in _runs(group.experts)]
         if self._transfers is not None:
-            # A CUDA graph repeats these copies: they are counted step by step, by whoever began the step.
+            # A CUDA graph repeats these copies, so the caller of `begin` counts them for every step.
             self._arrived.append(self._transfers.start_all(pairs, Priority.PREFETCH, self._left[place], counted=False))
         else:
             for into, source in pairs:
@@ -90,7 +90,7 @@ class StreamBuffers:
 
 
 def _runs(experts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (where, first, count) of experts that follow each other, which one copy takes."""
+    """Return (index in the group, first expert, count) of each run of consecutive experts; one copy moves a run."""
     runs: list[tuple[int, int, int]] = []
     for at, expert in enumerate(experts):
         if runs and runs[-1][1] + runs[-1][2] == expert:

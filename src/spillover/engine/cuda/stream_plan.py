@@ -1,7 +1,7 @@
-"""What of every layer passes in a step that streams, and what the host computes meanwhile.
+"""The plan of a step that streams: which experts of every layer are copied, and which the host computes concurrently.
 
-It depends on the page table and on the host's share alone, so it is made once and serves every step until one of them
-changes: the steps can then be captured, copies and all.
+It depends only on the page table and on the host's share, so one plan serves every step until one of them changes;
+until then the steps can be captured together with their copies.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from spillover.kernels.moe.page_table import NONE
 
 @dataclass(frozen=True)
 class StreamPlan:
-    groups: tuple[Group, ...]  # of all layers, in the order they pass
-    groups_of: tuple[int, ...]  # by layer
+    groups: tuple[Group, ...]  # groups of all layers, in the order in which they are copied
+    groups_of: tuple[int, ...]  # number of groups, by layer
     rows: Tensor  # int32 [groups, E]: expert -> slot of the stream buffers
-    hosted: Tensor | None  # int32 [L, E]: 1 where the host computes an expert; None: it computes none
+    hosted: Tensor | None  # int32 [L, E]: 1 where the host computes an expert; None if it computes none
     num_hosted: int
     copies: int
     bytes_moved: int
@@ -31,9 +31,9 @@ class StreamPlan:
 
 def stream_plan(slot_of: npt.NDArray[np.int32], runs: Sequence[Tensor], share: float, size: int, places: int,
                 first_slot: int, device: torch.device) -> StreamPlan:
-    """Plan for `slot_of` [L, E] as in the page table, `runs` each layer's records in host memory, and the `share` of
-    what is missing that the host computes. Groups of `size` experts take turns in `places` places, the first of which
-    begins at slot `first_slot`."""
+    """Make the plan. `slot_of` [L, E]: as in the page table; `runs`: each layer's records in host memory; `share`: the
+    fraction of missing experts that the host computes. Groups of `size` experts take turns in `places` places, the
+    first of which begins at slot `first_slot`."""
     groups: list[Group] = []
     groups_of: list[int] = []
     hosted = np.zeros_like(slot_of)
@@ -56,6 +56,6 @@ def stream_plan(slot_of: npt.NDArray[np.int32], runs: Sequence[Tensor], share: f
 
 
 def _sent(array: npt.NDArray[np.int32], device: torch.device) -> Tensor:
-    """Send an array in the order of steps: a copy from memory that is not pinned would wait for those before it."""
+    """Copy an array to the device in stream order; a copy from unpinned memory would wait for all earlier work."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,1 +1,1 @@
-"""KV events: which blocks each tier holds, published as vLLM publishes it, for routers and other observers."""
+"""KV events: which blocks each tier holds, published in vLLM's format for routers and other observers."""

@@ -1,4 +1,4 @@
-"""How to publish KV events: vLLM's `--kv-events-config` as JSON, checked before anything is loaded."""
+"""The configuration of KV events: vLLM's `--kv-events-config` as JSON, checked before the model is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spillover.errors import SpilloverError, did_you_mean
 FLAG = "--kv-events-config"
 EXAMPLE = '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}'
 LOCAL = "tcp://127.0.0.1:5557"
-HERE = ("*", "0.0.0.0", "[::]", "::", "127.0.0.1", "localhost", "[::1]")  # hosts that are bound to; others connected to
+HERE = ("*", "0.0.0.0", "[::]", "::", "127.0.0.1", "localhost", "[::1]")  # hosts to bind to; others are connected to
 _TYPES: Mapping[str, type] = {"enable_kv_cache_events": bool, "publisher": str, "endpoint": str, "replay_endpoint": str,
                               "buffer_steps": int, "hwm": int, "topic": str}
 _WORDS = {bool: "true or false", str: "a string", int: "a whole number"}
@@ -20,10 +20,10 @@ _WORDS = {bool: "true or false", str: "a string", int: "a whole number"}
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    endpoint: str = LOCAL  # of batches; an address of this machine is bound to, another is connected to
-    replay_endpoint: str | None = None  # of requests for earlier batches and for a snapshot; None: neither is answered
-    buffer_steps: int = 10_000  # batches kept for replay
-    hwm: int = 100_000  # messages that wait for a slow subscriber before it misses some
+    endpoint: str = LOCAL  # address for batches: bound to if it is of this machine, otherwise connected to
+    replay_endpoint: str | None = None  # address for requests for earlier batches or a snapshot; None: no replay
+    buffer_steps: int = 10_000  # number of batches kept for replay
+    hwm: int = 100_000  # maximum messages queued for a slow subscriber; more are dropped
     topic: str = ""
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class KVEventsConfig:
 
     @classmethod
     def of(cls, text: str | None) -> KVEventsConfig | None:
-        """Return what the flag asks for; None: nothing is published."""
+        """Parse the value of the flag; None if events are not to be published."""
         if text is None:
             return None
         fields = _object(text)
@@ -64,7 +64,7 @@ class KVEventsConfig:
 
 
 def binds(endpoint: str) -> bool:
-    """Return whether the address is this machine's, to be bound to."""
+    """Return whether the address is one of this machine, to bind to."""
     scheme, _, place = endpoint.partition("://")
     return scheme == "ipc" or place.rpartition(":")[0] in HERE
 

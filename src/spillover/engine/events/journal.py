@@ -1,7 +1,7 @@
-"""What has been published: batches by their sequence number, and what all of them together say each tier holds now.
+"""The journal of published KV events: recent batches by sequence number, and the resulting content of each tier.
 
-Belongs to the publisher's thread. Numbers begin at the time of the start, in 1/1024 ms, so that those of a process that
-was started again never continue where the one before it ended: a restart is a gap that every subscriber sees.
+Only the publisher's thread uses it. Sequence numbers begin at the start time, in 1/1024 ms, so that a restarted process
+never continues the numbers of the process before it: every subscriber sees a restart as a gap.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from spillover.memory.kv.event_wire import (
     block_hash,
 )
 
-BUFFER_BYTES = 64 << 20  # of batches kept for replay, however many they are
-MOST_BLOCKS = 512  # of one event
-MOST_EVENTS = 256  # of one message of a snapshot
-KNOWN_BLOCKS = 1 << 18  # whose tokens are remembered, for when another tier gets them or somebody asks for a snapshot
+BUFFER_BYTES = 64 << 20  # maximum total size of the batches kept for replay, in bytes
+MOST_BLOCKS = 512  # maximum number of blocks per event
+MOST_EVENTS = 256  # maximum number of events per message of a snapshot
+KNOWN_BLOCKS = 1 << 18  # maximum number of blocks whose tokens are kept, for events of other tiers and snapshots
 
 
 class Journal:
     def __init__(self, block_size: int, windows: Sequence[int | None], buffer_steps: int) -> None:
-        self.sequence = (time.time_ns() // 10**6 << 10) - 1  # of the last batch
+        self.sequence = (time.time_ns() // 10**6 << 10) - 1  # sequence number of the last batch
         self._block_size = block_size
         self._windows = tuple(windows)
         self._kept = buffer_steps
-        self._batches: deque[bytes] = deque()  # the last ones, up to `sequence`
+        self._batches: deque[bytes] = deque()  # the last batches, up to `sequence`
         self._bytes = 0
-        self._held: dict[str, dict[tuple[bytes, int], None]] = {medium: {} for medium in MEDIA}  # in order of arrival
-        self._holders: Counter[bytes] = Counter()  # media and groups that hold a block of this digest
-        self._known: OrderedDict[bytes, Stored] = OrderedDict()  # as the device had it
+        self._held: dict[str, dict[tuple[bytes, int], None]] = {medium: {} for medium in MEDIA}  # oldest first
+        self._holders: Counter[bytes] = Counter()  # number of (medium, group) pairs that hold the block, by digest
+        self._known: OrderedDict[bytes, Stored] = OrderedDict()  # the device's records, with tokens, by digest
         self._encoder = msgspec.msgpack.Encoder()
 
     def append(self, records: Iterable[Record], cleared: bool = False) -> tuple[bytes, bytes]:
-        """Take records in; return the sequence number and the batch to publish. `cleared`: all else is forgotten."""
+        """Apply records; return the batch to publish with its sequence number. `cleared`: first drop all blocks."""
         events: list[Event] = []
         if cleared:
             events.append(AllBlocksCleared())
@@ -64,15 +64,15 @@ class Journal:
         return _packed(self.sequence), batch
 
     def replay(self, start: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the batches from this sequence number on, as far as they are kept: number, batch. One who asks for more
-        sees by the first number that some are missing."""
+        """Yield (number, batch) of the kept batches from this sequence number on. If older ones were requested, the
+        first number shows that they are missing."""
         first = self.sequence - len(self._batches) + 1
         for number, batch in islice(enumerate(self._batches, first), max(0, start - first), None):
             yield _packed(number), batch
 
     def snapshot(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield all that is held, in batches that replace whatever a subscriber knew; each with the number of the last
-        batch that is in it."""
+        """Yield all blocks that are held, in batches that replace the subscriber's state; each has the number of the
+        last batch that the snapshot includes."""
         number, now = _packed(self.sequence), time.time()
         events: list[Event] = [AllBlocksCleared()]
         for medium, held in self._held.items():
@@ -85,7 +85,7 @@ class Journal:
             yield number, self._encoder.encode(EventBatch(now, events, 0))
 
     def _apply(self, record: Record) -> Record:
-        """Note who holds the block now; return the record with all that is known of the block."""
+        """Update the holders of the record's block; return the record with the block's tokens, if they are known."""
         place, held = (record.digest, record.group), self._held[record.medium]
         if isinstance(record, Removed):
             del held[place]
@@ -109,7 +109,7 @@ class Journal:
         return record if known is None else known._replace(medium=record.medium, group=record.group)
 
     def _events(self, records: Iterable[Record]) -> Iterator[Event]:
-        """Yield one event for each run of records that say the same of blocks that follow each other."""
+        """Yield one event for each run of records of the same kind whose blocks follow each other."""
         run: list[Record] = []
         for record in records:
             if run and (len(run) == MOST_BLOCKS or not _continues(run[-1], record)):
@@ -140,7 +140,7 @@ class Journal:
 
 
 def _continues(last: Record, record: Record) -> bool:
-    """Return whether a record belongs into the same event as the one before it."""
+    """Return whether a record belongs to the same event as the previous record."""
     if type(last) is not type(record) or (last.medium, last.group) != (record.medium, record.group):
         return False
     if isinstance(last, Removed) or isinstance(record, Removed):

@@ -1,4 +1,4 @@
-"""Notes what comes to and goes from each tier, on the engine's thread, for the publisher to take."""
+"""Records, on the engine's thread, which blocks each tier gains and loses, for the publisher's thread."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Stored(NamedTuple):
     medium: str
     digest: bytes
     group: int
-    parent: bytes | None = None  # digest of the block before it; None: it is the first, or nothing is known
-    tokens: bytes = b""  # packed; empty: not known
-    salted: str | None = None  # of the first block of a salted prompt: digest of model and salt, in hex
+    parent: bytes | None = None  # digest of the previous block; None if it is the first block, or if unknown
+    tokens: bytes = b""  # packed token ids; empty if unknown
+    salted: str | None = None  # for the first block of a salted prompt, the digest of model and salt in hex
 
 
 class Removed(NamedTuple):
@@ -31,14 +31,14 @@ Record = Stored | Removed
 
 
 class KVEventLog:
-    """A listener to the prefix tree and to the tiers below it. One thread appends records, another takes them."""
+    """A listener to the prefix tree and the lower tiers. One thread appends records, another removes them."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self.records: deque[Record] = deque()
         self._tree = tree
-        self._blocks: dict[int, tuple[bytes, int]] = {}  # on the device -> digest and layer group
+        self._blocks: dict[int, tuple[bytes, int]] = {}  # block of the device -> digest and layer group
 
-    # What the tree tells
+    # Called by the prefix tree
 
     def on_cached(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -63,7 +63,7 @@ class KVEventLog:
         for block in blocks:
             self.records.append(Removed(GPU, *self._blocks.pop(block)))
 
-    # What the tiers below tell
+    # Called by the lower tiers
 
     def stored(self, tier: str, key: bytes) -> None:
         self.records.append(Stored(MEDIUM[tier], key[:-1], key[-1]))

@@ -1,5 +1,5 @@
-"""The thread that publishes KV events over ZMQ, and answers who missed some or starts late. It never holds a step up:
-a step leaves its records behind and goes on, and a subscriber that is slow misses batches, sees the gap, and asks."""
+"""The thread that publishes KV events over ZMQ and replays them to subscribers that missed some or start late. It never
+delays a step: steps only queue their records. A slow subscriber misses batches, sees the gap, and requests a replay."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from spillover.memory.kv.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 
-POLL_MS = 250  # after which records are taken though no step has ended since
-LINGER_MS = 200  # for the last batch to leave
-CLOSE_SECONDS = 5.0
-LEAST_REPLIES = 100_000  # that may wait for one who asked
+POLL_MS = 250  # milliseconds after which records are published even if no step has completed
+LINGER_MS = 200  # milliseconds to wait at close for the last batch to be sent
+CLOSE_SECONDS = 5.0  # timeout in seconds for the thread to stop
+LEAST_REPLIES = 100_000  # minimum limit of the replies queued for one client
 
 
 class StepEvents(Protocol):
-    """What the engine's loop tells: that a step has ended, and that there will be no more."""
+    """The interface by which the engine's loop reports that a step has completed, and that there will be no more."""
 
     def flush(self) -> None: ...
 
@@ -37,7 +37,7 @@ class StepEvents(Protocol):
 
 
 class NoStepEvents:
-    """The listener where nothing is published."""
+    """The listener if events are not published."""
 
     def flush(self) -> None:
         """Do nothing."""
@@ -48,7 +48,7 @@ class NoStepEvents:
 
 class EventPublisher:
     def __init__(self, config: KVEventsConfig, log: KVEventLog, journal: Journal) -> None:
-        """Bind the sockets and start. SpilloverError where an address is taken."""
+        """Bind the sockets and start the thread; SpilloverError if an address is in use."""
         self._records = log.records
         self._journal = journal
         self._topic = config.topic.encode()
@@ -59,7 +59,7 @@ class EventPublisher:
             if config.replay_endpoint is not None:
                 replies = max(LEAST_REPLIES, 2 * config.buffer_steps)
                 self._requests = _open(self._context, zmq.ROUTER, config.replay_endpoint, replies)
-                self._requests.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that cannot go is an error, not dropped
+                self._requests.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that cannot be sent raises an error
         except SpilloverError:
             self._context.destroy(linger=0)
             raise
@@ -74,12 +74,12 @@ class EventPublisher:
 
     def flush(self) -> None:
         if self._failed:
-            self._records.clear()  # nobody takes them any more
+            self._records.clear()  # they are no longer published
         elif self._records:
             self._wake()
 
     def close(self) -> None:
-        """Publish what is left, say that nothing is held any more, and end."""
+        """Publish the remaining records and then that all blocks are cleared, and stop the thread."""
         if self._stopping:
             return
         self._stopping = True
@@ -90,10 +90,10 @@ class EventPublisher:
             os.close(self._wake_write)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of unread wake-ups
             os.write(self._wake_write, b"\0")
 
-    # The thread
+    # Called in the publisher's thread
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -101,7 +101,7 @@ class EventPublisher:
         if self._requests is not None:
             poller.register(self._requests, zmq.POLLIN)
         try:
-            self._publish(self._take(), cleared=True)  # whatever was known of a process before this one
+            self._publish(self._take(), cleared=True)  # clears blocks of an earlier process
             while not self._stopping:
                 ready = dict(poller.poll(POLL_MS))
                 if self._wake_read in ready:
@@ -128,11 +128,11 @@ class EventPublisher:
         sequence, batch = self._journal.append(records, cleared)
         try:
             self._publisher.send_multipart((self._topic, sequence, batch), zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # a gap that subscribers see; the batch is kept for replay
+        except zmq.ZMQError as error:  # subscribers see a gap; the batch is kept for replay
             logger.warning("a batch of KV events could not be sent: %s", error)
 
     def _answer(self, socket: zmq.Socket[bytes]) -> None:
-        """Answer every request that is waiting, each by messages of (sequence number, batch) and an end mark."""
+        """Answer all waiting requests, each with messages of (sequence number, batch) and an end mark."""
         while True:
             try:
                 client, *rest = socket.recv_multipart(zmq.NOBLOCK)
@@ -142,7 +142,7 @@ class EventPublisher:
                 for sequence, batch in self._replies(rest):
                     socket.send_multipart((client, b"", sequence, batch), zmq.NOBLOCK)
                 socket.send_multipart((client, b"", END, b""), zmq.NOBLOCK)
-            except zmq.ZMQError as error:  # no end mark follows: who still waits asks again
+            except zmq.ZMQError as error:  # no end mark is sent: a client still waiting retries
                 logger.warning("a request for KV events could not be answered: %s", error)
 
     def _replies(self, request: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
@@ -155,7 +155,7 @@ class EventPublisher:
 
 
 def start_events(config: KVEventsConfig | None, kv: KVCache, connector: KVConnector) -> StepEvents:
-    """Start to publish what an engine's tiers hold, those below the device with all that they have kept."""
+    """Start publishing the blocks that an engine's tiers hold, including those that lower tiers have already."""
     if config is None:
         return NoStepEvents()
     log = KVEventLog(kv.tree)
@@ -166,7 +166,7 @@ def start_events(config: KVEventsConfig | None, kv: KVCache, connector: KVConnec
 
 
 def check_addresses(config: KVEventsConfig | None) -> None:
-    """Refuse addresses that cannot be bound to; before anything is loaded."""
+    """Raise SpilloverError for addresses that cannot be bound to; called before the model is loaded."""
     if config is not None:
         with zmq.Context() as context:
             for address in (config.endpoint, config.replay_endpoint):

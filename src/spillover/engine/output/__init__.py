@@ -1,1 +1,1 @@
-"""From tokens to what a caller gets."""
+"""Conversion of tokens to the outputs that callers get."""

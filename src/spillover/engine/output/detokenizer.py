@@ -1,4 +1,4 @@
-"""Tokens to text, one at a time: a sequence's text as it grows, and the stop strings that end it."""
+"""Incremental detokenisation: a sequence's text, token by token, and the stop strings that finish it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.models.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# An incomplete UTF-8 character reaches back over at most 3 tokens; one more gives the decoder its context.
+# An incomplete UTF-8 character spans at most 3 tokens; one more gives the decoder its context.
 _CONTEXT_TOKENS = 4
 _WINDOW_TOKENS = 16
 
@@ -17,9 +17,9 @@ _WINDOW_TOKENS = 16
 class IncrementalDetokenizer:
     """The text of one sequence's output.
 
-    What `append` and `flush` return adds up to what `tokenizer.decode` makes of prompt and output together, less the
-    prompt's own text: a word that follows the prompt keeps its leading space. Text is shown once later tokens cannot
-    change it any more. Only a short window of tokens is decoded each time, whatever the sequence's length.
+    The results of `append` and `flush` add up to the result of `tokenizer.decode` for prompt and output together,
+    without the prompt's text: a word that follows the prompt keeps its leading space. Text is returned ("shown") once
+    later tokens cannot change it. Only a short window of tokens is decoded each time, however long the sequence is.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -32,8 +32,8 @@ class IncrementalDetokenizer:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._parts: list[str] = []
-        self._window: list[int] = []  # visible tokens, the last of the text and those not shown yet
-        self._shown = 0  # characters of the window's text that have been shown
+        self._window: list[int] = []  # visible tokens: the last of those shown, and those not shown yet
+        self._shown = 0  # number of characters of the window's text that have been shown
         if self._detokenize:
             self._start(prompt_token_ids)
 
@@ -50,7 +50,7 @@ class IncrementalDetokenizer:
         return self._stops.matched if self._stops is not None else None
 
     def append(self, token_id: int) -> str:
-        """Return the new text that is safe to show, often that of this token."""
+        """Process a token; return the new text that is final, often the text of this token."""
         self._num_tokens += 1
         if not self._detokenize or self.stopped is not None:
             return ""
@@ -60,7 +60,7 @@ class IncrementalDetokenizer:
         return self._show(new)
 
     def flush(self) -> str:
-        """Return the rest, once no token follows; an incomplete character is shown as U+FFFD."""
+        """Return the rest of the text after the last token, with an incomplete character as U+FFFD."""
         if not self._detokenize or self.stopped is not None:
             return ""
         text = self._decode(self._window)
@@ -73,13 +73,13 @@ class IncrementalDetokenizer:
         return self._show(new)
 
     def _start(self, prompt: Sequence[int]) -> None:
-        """Take in the prompt's last tokens, whose text is not shown unless a character is still incomplete."""
+        """Start the window with the prompt's last tokens, whose text counts as shown except an incomplete character."""
         tail: list[int] = []
         words = 0
         for token in reversed(prompt):
             if self._visible(token):
                 tail.append(token)
-                words += token not in self._byte_tokens  # the whole of a run of byte tokens, and what is before it
+                words += token not in self._byte_tokens  # runs of byte tokens are kept whole
                 if words == _CONTEXT_TOKENS:
                     break
         self._window = tail[::-1]
@@ -93,22 +93,22 @@ class IncrementalDetokenizer:
             return ""
         self._window.append(token)
         if token in self._byte_tokens:
-            return ""  # a run of byte tokens is text, or U+FFFD for each, as a whole: wait for its end
+            return ""  # a run of byte tokens is decoded as a whole, to text or to U+FFFD for each: wait for its end
         text = self._decode(self._window)
-        # A U+FFFD at the end may be the start of a character; the one before it is final.
+        # A U+FFFD at the end may be the start of a character; text before it is final.
         final = len(text) - text.endswith(_REPLACEMENT)
         new = text[self._shown:final]
         self._shown = max(final, self._shown)
         if len(self._window) >= _WINDOW_TOKENS:
-            # Decoding is left to right and finds its feet at any character's first byte, so that the text after the
-            # cut is the same; only its length before the cut changes.
+            # Decoding goes left to right and resynchronises at any character's first byte, so text after the cut
+            # stays the same; only the length of the text before it changes.
             waiting = len(text) - self._shown
             self._window = self._context()
             self._shown = len(self._decode(self._window)) - waiting
         return new
 
     def _context(self) -> list[int]:
-        """Return the end of the window, from a token that is not in the middle of a run of bytes."""
+        """Return the end of the window, starting at a token that is not within a run of byte tokens."""
         start = len(self._window) - _CONTEXT_TOKENS
         while start > 0 and self._window[start] in self._byte_tokens:
             start -= 1
@@ -124,7 +124,7 @@ class IncrementalDetokenizer:
         return bool(self._window) and self._window[-1] in self._byte_tokens
 
     def _visible(self, token: int) -> bool:
-        # An id beyond the tokenizer's own (a padded vocabulary) has no text, and would be no context either.
+        # An id beyond the tokenizer's vocabulary (of a padded one) has no text and is no context for decoding.
         return token not in self._hidden and self._tokenizer.backend.id_to_token(token) is not None
 
     def _decode(self, tokens: list[int]) -> str:
@@ -137,19 +137,19 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """A finder of the first stop string in a text that grows; holds back what may be the start of one.
+    """A search for the first stop string in a growing text; it holds back text that may be the start of a match.
 
-    First is the one that is complete first, whatever pieces the text comes in; of two that end together the longer.
+    The first match is the one that ends first, however the text is divided; of two that end together, the longer.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
         self._include = include
-        self._held = ""  # the longest end of the text that some stop string begins with; shorter than that string
+        self._held = ""  # the longest suffix of the text that is a proper prefix of a stop string
         self.matched: str | None = None
 
     def append(self, text: str) -> str:
-        """Return what can be shown now; with a match, the text before it (or up to its end, where it is included)."""
+        """Return the text that is final now; after a match, the text before it (or up to its end, if included)."""
         if self.matched is not None or not text:
             return ""
         text = self._held + text
@@ -163,7 +163,7 @@ class StopStrings:
         return text[:len(text) - length]
 
     def skip(self, text: str) -> str:
-        """Return the text in which no stop string counts, nor begins."""
+        """Return held text and `text` unsearched: no stop string may match in it or begin in it."""
         return self.flush() + text
 
     def flush(self) -> str:
@@ -171,7 +171,7 @@ class StopStrings:
         return held
 
     def _beginning(self, text: str) -> int:
-        """Return the length of the longest end of the text that a stop string begins with."""
+        """Return the length of the longest suffix of the text that is a proper prefix of a stop string."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -183,6 +183,6 @@ class StopStrings:
 
 @lru_cache(maxsize=8)
 def _byte_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return SentencePiece's <0x00> to <0xFF>, where the tokenizer has them."""
+    """Return the ids of SentencePiece's byte tokens <0x00> to <0xFF> that the tokenizer has."""
     ids = (tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(token for token in ids if token is not None)

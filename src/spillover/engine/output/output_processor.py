@@ -1,4 +1,4 @@
-"""Turns tokens into what the caller reads: text as it grows, stop strings, siblings gathered into one answer."""
+"""Turns tokens into a caller's output: incremental text, stop strings, and the sequences of one answer together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Answer:
         self._texts = {request.request_id: _Text(request, tokenizer) for request in requests}
 
     def advance(self, request: Request) -> str | None:
-        """Take in a sequence's new tokens; returns the stop string that they complete, if they do."""
+        """Detokenise a sequence's new tokens; return the stop string that they complete, if any."""
         return self._texts[request.request_id].advance()
 
     @property
@@ -66,11 +66,11 @@ class Answer:
 
 
 class _Text:
-    """One sequence's text so far."""
+    """The text of one sequence so far."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self._request = request
-        self._seen = request.num_prompt  # tokens that have been turned into text
+        self._seen = request.num_prompt  # number of tokens, prompt included, that have been processed
         self._detokenizer = (IncrementalDetokenizer(tokenizer, request.token_ids, request.params)
                              if tokenizer is not None and request.params.detokenize else None)
 

@@ -1,4 +1,4 @@
-"""What a caller gets back; vLLM's shape, plus where each prompt token came from and where the time went."""
+"""The outputs that callers get, shaped like vLLM's, plus the sources of prompt tokens and the timings of a request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Logprob:
     decoded_token: str | None = None
 
 
-# One position: token id -> its log probability; the sampled (or prompt) token first.
+# Log probabilities at one position, by token id; the sampled (or prompt) token is first.
 PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True)
 class TokenSources:
-    """Where the prompt's tokens came from. The six always add up to the prompt's length."""
+    """The number of prompt tokens whose KV came from each source; the six add up to the prompt's length."""
 
     computed: int = 0
     device: int = 0
@@ -38,14 +38,14 @@ class TokenSources:
         return self.computed + self.cached
 
     def restored(self, tokens: Mapping[str, int]) -> TokenSources:
-        """Return the sources with n tokens by tier counted as loaded instead of computed."""
+        """Return the sources with these numbers of tokens, by tier, counted as loaded instead of computed."""
         return replace(self, computed=self.computed - sum(tokens.values()),
                        **{tier: getattr(self, tier) + count for tier, count in tokens.items()})
 
 
 @dataclass(frozen=True)
 class RequestTimings:
-    """A request's phases in monotonic seconds: queue + restore + prefill + decode is the whole latency."""
+    """Times of a request in monotonic seconds; queue + restore + prefill + decode is its latency."""
 
     arrived: float
     scheduled: float
@@ -68,29 +68,29 @@ class RequestTimings:
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What was drafted and verified, of one request or of all."""
+    """Counts of verified drafts, of one request or of all."""
 
-    drafts: int = 0  # passes that verified a draft
-    tokens: int = 0  # drafted
-    accepted: int = 0  # of these, those that the model sampled as well
-    by_position: tuple[int, ...] = ()  # accepted, by their place in the draft
+    drafts: int = 0  # number of drafts verified, one per pass
+    tokens: int = 0  # number of draft tokens verified
+    accepted: int = 0  # number of draft tokens accepted, as the model sampled them too
+    by_position: tuple[int, ...] = ()  # number of draft tokens accepted at each position of drafts
 
     @property
     def tokens_per_pass(self) -> float:
-        """Return the mean of tokens that a pass with a draft brought; 0 where there was none."""
+        """Return the mean number of tokens from a pass with a draft; 0 if there was no draft."""
         return (self.drafts + self.accepted) / self.drafts if self.drafts else 0.0
 
     @property
     def wasted(self) -> int:
-        """Return the tokens that were drafted and verified for nothing."""
+        """Return the number of draft tokens rejected."""
         return self.tokens - self.accepted
 
     def acceptance(self) -> tuple[float, ...]:
-        """Return the share of drafts that were accepted up to each position, as vLLM counts it."""
+        """Return the share of drafts accepted up to each position, as counted by vLLM."""
         return tuple(count / self.drafts for count in self.by_position)
 
     def plus(self, drafted: int, accepted: int) -> DraftCounts:
-        """Return the counts with one more draft."""
+        """Return the counts with one more draft of `drafted` tokens, of which `accepted` were accepted."""
         before = self.by_position + (0,) * (accepted - len(self.by_position))
         counted = (*[count + 1 for count in before[:accepted]], *before[accepted:])
         return DraftCounts(self.drafts + 1, self.tokens + drafted, self.accepted + accepted, counted)
@@ -112,7 +112,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
-    stop_reason: int | str | None = None  # the stop token id or string that ended it; after an error, what it was
+    stop_reason: int | str | None = None  # the stop token id or string; after an error, its message
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -129,7 +129,7 @@ class RequestOutput:
     sources: TokenSources = field(default_factory=TokenSources)
     timings: RequestTimings | None = None
     num_preemptions: int = 0
-    drafts: DraftCounts = NO_DRAFTS  # what was drafted for it, over all its sequences
+    drafts: DraftCounts = NO_DRAFTS  # summed over all its sequences
 
     @property
     def num_cached_tokens(self) -> int:

@@ -1,6 +1,6 @@
-"""Ranks on CUDA devices of one machine, or on one device that they share: each has the buffers of all others mapped.
+"""Ranks on CUDA devices of one machine, or on one device that they share: each maps the buffers of all others.
 
-Ranks tell each other where their buffers are through a file store of torch.distributed, and nothing else.
+Ranks exchange the handles of their buffers through a file store of torch.distributed, which has no other use here.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from spillover.plan.workspace import RANK_CALL_BYTES
 
 class CudaRanks:
     def __init__(self, rank: int, size: int, folder: Path, pool_bytes: int = 0) -> None:
-        """Meet the other ranks, which name the same folder. The current device is this rank's. `pool_bytes`: of a KV
-        pool that each makes here for rank 0 to map; 0: none."""
+        """Meet the other ranks, which use the same folder. The current device is this rank's. `pool_bytes`: size of the
+        KV pool that every other rank allocates here and rank 0 maps; 0: none."""
         self.rank = rank
         self.size = size
-        self.waiting_since: float | None = None  # of hosts, which do not take part in calls
+        self.waiting_since: float | None = None  # always None: hosts do not wait in calls, only devices do
         device = torch.device("cuda", torch.cuda.current_device())
         self.expert_rows = torch.zeros(size, dtype=torch.int64, device=device)
         driver = cuda_driver()
-        torch.cuda.current_stream().synchronize()  # makes the device's context
+        torch.cuda.current_stream().synchronize()  # creates the device's context
         own = driver.allocate(buffer_bytes(size, RANK_CALL_BYTES))
         store = FileStore(str(folder / "ranks"), size)
         store.set_timeout(timedelta(seconds=MEETING_SECONDS))
         store.set(f"buffer-{rank}", driver.share(own).hex())
         handles = [bytes.fromhex(store.get(f"buffer-{other}").decode()) for other in range(size)]
         buffers = [own if other == rank else driver.open_shared(handle) for other, handle in enumerate(handles)]
-        self.pools: list[Tensor] = []  # at rank 0: of the others; at them: their own
+        self.pools: list[Tensor] = []  # at rank 0: the pools of all other ranks; at another rank: its own pool
         if pool_bytes and rank:
             address = driver.allocate(pool_bytes)
             store.set(f"pool-{rank}", driver.share(address).hex())
@@ -59,13 +59,13 @@ class CudaRanks:
         self._exchange.broadcast(x)
 
     def stop(self) -> None:
-        """Let steps end that wait for a rank which is lost."""
+        """Make steps complete that wait for a lost rank."""
         self._exchange.stop()
 
     def check(self) -> None:
-        """Raise RuntimeError if a call has ended without the others."""
+        """Raise RuntimeError if a call has ended without all ranks."""
         if self._exchange.stopped:
-            raise RuntimeError("a rank has not come to meet the others in time")
+            raise RuntimeError("a rank did not join a call of the others in time")
 
     def report(self) -> RanksReport:
         rows = told_rows(self.expert_rows)  # waits for the device
@@ -73,7 +73,7 @@ class CudaRanks:
 
 
 class _Memory:
-    """Bytes at an address of the current device, as torch takes them."""
+    """Bytes at an address of the current device, in a form that torch.as_tensor accepts."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -1,7 +1,7 @@
-"""Ranks over gloo: processes of one machine whose tensors lie in main memory.
+"""Ranks that communicate over gloo: processes of one machine whose tensors are in main memory.
 
-A sum is a gather of all parts and additions in the order of ranks, so that its bits depend on neither the batch nor the
-message size; gloo's own ring would add pieces in other orders.
+A sum gathers the parts of all ranks and adds them in the order of ranks, so its bits depend on neither the batch nor
+the message size; gloo's own ring would add pieces in different orders.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch.distributed import BroadcastOptions, GatherOptions, ProcessGroupGloo
 from spillover.engine.parallel.report import RanksReport, told_rows
 from spillover.models.sharding.ranks import sum_in_order
 
-MEETING_SECONDS = 60.0  # for all ranks to find each other, once each has said that it is there
-# For a call to end. Ranks that die or hang are noticed long before (rank_processes); this ends one that computes for
-# ever.
+MEETING_SECONDS = 60.0  # timeout of the meeting of all ranks in seconds, once all have started
+# Timeout of a call in seconds. Ranks that die or hang are detected much earlier (rank_processes); this timeout is for
+# ranks that compute endlessly.
 CALL_SECONDS = 120.0
 
 
 class GlooRanks:
     def __init__(self, rank: int, size: int, folder: Path) -> None:
-        """Meet the other ranks, which name the same folder."""
+        """Meet the other ranks, which use the same folder."""
         self.rank = rank
         self.size = size
         self.expert_rows = torch.zeros(size, dtype=torch.int64)
-        self.pools: list[Tensor] = []  # those of ranks on CPUs are shared from the start
+        self.pools: list[Tensor] = []  # always empty: KV pools on a CPU are shared before ranks start
         self.calls = 0
-        self.bytes = 0  # that this rank has given
-        self.seconds = 0.0  # in calls
-        self.waiting_since: float | None = None  # monotonic; None: no call is under way
+        self.bytes = 0  # bytes that this rank has contributed to calls
+        self.seconds = 0.0  # seconds spent in calls
+        self.waiting_since: float | None = None  # monotonic time at which the current call began; None: no call runs
         store = FileStore(str(folder / "ranks"), size)
         store.set_timeout(timedelta(seconds=MEETING_SECONDS))
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -66,10 +66,10 @@ class GlooRanks:
         return [part.view(x.dtype).view(x.shape) for part in parts]
 
     def stop(self) -> None:
-        """Do nothing: calls fail by themselves once a rank has closed its connections."""
+        """Do nothing: calls raise once a rank has closed its connections."""
 
     def check(self) -> None:
-        """Do nothing: calls that have failed have raised."""
+        """Do nothing: failed calls raise by themselves."""
 
     def report(self) -> RanksReport:
         return RanksReport(self.size, self.calls, self.bytes, self.seconds, told_rows(self.expert_rows))
@@ -85,5 +85,5 @@ class GlooRanks:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Return a tensor as bytes [n], which gloo moves whatever they mean."""
+    """Return a tensor as bytes [n], which gloo moves whatever the tensor's type."""
     return x.contiguous().view(-1).view(torch.uint8)

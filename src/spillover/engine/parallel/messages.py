@@ -1,4 +1,4 @@
-"""What rank 0 and the processes of the other ranks say to each other, beside the steps themselves."""
+"""The messages between rank 0 and the processes of the other ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from spillover.plan.planner import Plan
 class Launch(msgspec.Struct):
     """The first message to a rank."""
 
-    config: EngineConfig  # as planned
-    plan: Plan  # of the rank
+    config: EngineConfig  # the configuration after planning
+    plan: Plan  # the plan of the rank
     rank: int
-    parent: int  # process that the rank ends with
-    folder: str  # where ranks meet
+    parent: int  # pid of rank 0's process, with which the rank exits
+    folder: str  # folder of the file store through which ranks meet
     threads: int
-    pool: int | None = None  # descriptor of shared memory for the KV pool; None: its own
-    shares_pool: bool = False  # on CUDA: rank 0 maps the KV pool
+    pool: int | None = None  # descriptor of shared memory for the KV pool; None: the rank allocates the pool itself
+    shares_pool: bool = False  # on CUDA: whether rank 0 maps the rank's KV pool
 
 
 class Started(msgspec.Struct, tag=True):
-    """The rank is there, and about to meet the others."""
+    """The rank has started, and is about to meet the others."""
 
 
 class Met(msgspec.Struct, tag=True):
@@ -31,20 +31,20 @@ class Met(msgspec.Struct, tag=True):
 
 
 class Loaded(msgspec.Struct, tag=True):
-    """The rank waits for steps."""
+    """The rank has loaded its part and waits for steps."""
 
     weight_bytes: int
 
 
 class Lost(msgspec.Struct, tag=True):
-    """The rank has failed and ends."""
+    """The rank has failed and exits."""
 
     why: str
-    expected: bool  # a sentence for the user; else a traceback
+    expected: bool  # True: `why` is a message for the user; False: it is a traceback
 
 
 FromRank = Started | Met | Loaded | Lost
-STOP = b""  # to a rank, in place of a step
+STOP = b""  # sent to a rank in place of a step, to stop it
 
 
 def encode(message: Launch | FromRank) -> bytes:
@@ -52,7 +52,7 @@ def encode(message: Launch | FromRank) -> bytes:
 
 
 def encode_turn(step: Step, running: int) -> bytes:
-    """Make the message of a step. `running`: earlier steps whose results rank 0 has not taken yet."""
+    """Make the message of a step. `running`: number of earlier steps whose results rank 0 has not taken yet."""
     return bytes([running]) + encode_step(step)
 
 

@@ -1,4 +1,4 @@
-"""Rank 0's runner behind the face of any other: every step it is given goes to the other ranks first."""
+"""A runner for several ranks with the interface of any other: it sends every step to the other ranks, then runs it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Changed = TypeVar("Changed")
 
 
 class OtherRanks(Protocol):
-    """The ranks but the first."""
+    """All ranks but rank 0."""
 
     weight_bytes: int
 
     def send(self, message: bytes) -> None:
-        """Hand a step to all of them."""
+        """Send a step to all of them."""
 
     def check(self) -> None:
-        """Raise what ended one of them, if one has ended."""
+        """Raise an error with the reason if one of them has exited."""
 
     def lost(self) -> Exception:
-        """Return why a step failed that they were to compute together."""
+        """Return an error that says why a rank is lost."""
 
     def close(self) -> None: ...
 
@@ -55,12 +55,12 @@ class ParallelStep:
         self._ended(self._launched.wait)
 
     def done(self) -> bool:
-        """Return True: only who waits by `result` notices a rank that never comes."""
+        """Return True always: only `result` notices a lost rank, so callers have to wait there."""
         return True
 
     def result(self) -> StepResult:
         found = self._ended(self._launched.result)
-        self._runner.check()  # a CUDA step ends also where another rank never came
+        self._runner.check()  # a CUDA step also completes if another rank never joined it
         self._runner.running -= 1
         return found
 
@@ -68,7 +68,7 @@ class ParallelStep:
         self._runner.waiting_since = time.monotonic()
         try:
             return wait()
-        except RuntimeError as error:  # gloo's, of a connection that was closed; or the step's own
+        except RuntimeError as error:  # raised by gloo because a connection was closed, or by the step itself
             self._others.check()
             lost = self._others.lost() if "gloo" in str(error).lower() else None
             raise lost or error from error
@@ -80,8 +80,8 @@ class ParallelRunner:
     def __init__(self, inner: ModelRunner, others: OtherRanks, pools: Sequence[Tensor] = (),
                  lost_descriptor: int | None = None, report: Callable[[], RanksReport] = lambda: ONE,
                  on_close: Callable[[], None] = lambda: None, check: Callable[[], None] = lambda: None) -> None:
-        """Run steps on all ranks. `inner`: rank 0's. `pools`: bytes of the other ranks' KV, where rank 0 can reach it.
-        `lost_descriptor`: readable once a rank is lost. `check`: raises if ranks have not met in a step."""
+        """Run steps on all ranks. `inner`: rank 0's runner. `pools`: the other ranks' KV pools as bytes, if rank 0 maps
+        them. `lost_descriptor`: readable once a rank is lost. `check`: raises if ranks have not met in a step."""
         self.report = report
         self.inner = inner
         self.pools = pools
@@ -89,20 +89,20 @@ class ParallelRunner:
         self._others = others
         self._on_close = on_close
         self._check = check
-        self.running = 0  # steps whose results were not taken yet
-        self.waiting_since: float | None = None  # monotonic; None: nobody waits for a step
+        self.running = 0  # number of steps whose results were not taken yet
+        self.waiting_since: float | None = None  # monotonic time since when a step is waited for; None: no wait
 
     def launch(self, step: Step) -> ParallelStep:
         self._others.send(encode_turn(step, self.running))
         self.running += 1
-        self.waiting_since = time.monotonic()  # capturing a CUDA graph waits for the steps before
+        self.waiting_since = time.monotonic()  # capturing a CUDA graph waits for earlier steps
         try:
             return ParallelStep(self.inner.launch(step), self._others, self)
         finally:
             self.waiting_since = None
 
     def check(self) -> None:
-        """Raise what ended a rank, if one has ended."""
+        """Raise an error with the reason if a rank has exited, or if ranks have not met in a step."""
         self._others.check()
         self._check()
 
@@ -119,7 +119,7 @@ class ParallelRunner:
         return self.inner.drafting
 
     def draft(self, items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
-        return self.inner.draft(items, wait=True)  # the other ranks are told them
+        return self.inner.draft(items, wait=True)  # the next step must name the tokens for the other ranks
 
     @property
     def weights(self) -> EngineWeights:
@@ -144,11 +144,11 @@ class ParallelRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of all ranks."""
+        """Return the bytes of weights of all ranks."""
         return self.inner.weight_bytes + self._others.weight_bytes
 
     def weight_traffic(self) -> WeightTraffic:
-        """Return what rank 0 has moved; the others move as much."""
+        """Return the traffic of rank 0; every other rank has about the same."""
         return self.inner.weight_traffic()
 
     def close(self) -> None:
@@ -160,16 +160,16 @@ class ParallelRunner:
 
 
 class Follower:
-    """Runs what rank 0 sends, at another rank."""
+    """Runs the steps that rank 0 sends, in the process of another rank."""
 
     def __init__(self, runner: StepRunner, ahead: bool) -> None:
-        """Follow rank 0. `ahead`: launch a step while earlier ones run, as many as at rank 0; else wait for each."""
+        """Make the follower. `ahead`: launch steps while earlier ones run, as many as rank 0; False: wait for each."""
         self._runner = runner
         self._ahead = ahead
         self._launched: deque[LaunchedStep] = deque()
 
     def take(self, message: bytes) -> None:
-        """Launch a step. Results that rank 0 has taken by now are taken before."""
+        """Launch a step, after taking the results that rank 0 had taken when it sent the step."""
         step, running = decode_turn(message)
         self._take_results(running)
         self._launched.append(self._runner.launch(step))
@@ -182,5 +182,5 @@ class Follower:
 
 
 def ranks_report(runner: StepRunner) -> RanksReport:
-    """Return what a runner's ranks have done together; ONE where there is one."""
+    """Return the report of a runner's ranks; ONE if there is only one rank."""
     return runner.report() if isinstance(runner, ParallelRunner) else ONE

@@ -1,7 +1,7 @@
-"""Whole KV blocks from the pools of ranks on CUDA devices, put together and taken apart on rank 0's device.
+"""Assembles whole KV blocks from the pools of ranks on CUDA devices and divides them again, on rank 0's device.
 
-A block of the whole model is [layers * 2, KV heads, bytes of a head], as one rank alone would have it. Where several
-ranks hold one head, the first of them is read and all are written.
+A block of the whole model is [layers * 2, KV heads, bytes per head], as it would be with a single rank. If several
+ranks hold a head, it is read from the first of them and written to all.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from spillover.kernels.kv_quant import KVCodec
 
 
 class RankCodec:
-    """A TensorCodec of rank 0's link, whose blocks on the device are the parts of all ranks."""
+    """The TensorCodec of rank 0's link, for blocks whose parts are in the pools of all ranks."""
 
     def __init__(self, pools: list[tuple[Tensor, range]], num_heads: int, inner: KVCodec | None) -> None:
-        """Make the codec. `pools`: of all ranks [num_blocks + 1, layers * 2, heads, bytes] uint8, rank 0's first, with
-        the heads that each holds of the model's `num_heads`. `inner`: narrows whole blocks."""
+        """Make the codec. `pools`: the pool of every rank [num_blocks + 1, layers * 2, heads, bytes] uint8, rank 0's
+        first, with its range of the model's `num_heads` heads. `inner`: narrows whole blocks; None: they stay as is."""
         assert {head for _, heads in pools for head in heads} == set(range(num_heads))
         self._pools = [(pool, slice(heads.start, heads.stop)) for pool, heads in pools]
         _, rows, _, head_bytes = pools[0][0].shape
@@ -27,7 +27,7 @@ class RankCodec:
 
     def encode_pool(self, pool: Tensor, blocks: Tensor) -> Tensor:
         whole = self._room(blocks)
-        for each, heads in reversed(self._pools):  # so that the first of equal ones is what stays
+        for each, heads in reversed(self._pools):  # reversed so that the first rank that holds a head is read
             whole[:, :, heads] = each[blocks]
         flat = whole.view(len(blocks), -1)
         if self._inner is None:

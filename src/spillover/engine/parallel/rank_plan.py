@@ -1,4 +1,4 @@
-"""The plan of one rank: budgets of the machine are divided among ranks, and KV tiers hold whole blocks again."""
+"""The plan of one rank: the machine's budgets are divided among ranks; KV tiers store blocks of the whole model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spillover.plan.tiers import host_bytes, plan_tiers
 
 
 def make_shard(config: EngineConfig, model: ModelConfig, request: PlanRequest, machine: Machine, rank: int) -> Shard:
-    """Return a rank's part of a model; raises SpilloverError where the model cannot be divided among the ranks."""
+    """Return a rank's part of a model; raise SpilloverError if the model cannot be divided among the ranks."""
     size = config.tensor_parallel_size
     if size == 1:
         return Shard()
@@ -27,10 +27,10 @@ def make_shard(config: EngineConfig, model: ModelConfig, request: PlanRequest, m
 
 
 def _check_devices(config: EngineConfig, size: int, devices: int) -> None:
-    """Raise SpilloverError where CUDA devices cannot serve the ranks."""
+    """Raise SpilloverError if the CUDA devices cannot serve the ranks."""
     asked = f"--tensor-parallel-size {size}"
     if size > MOST_RANKS:
-        raise SpilloverError(f"{asked} is more than the {MOST_RANKS} ranks that CUDA devices meet with")
+        raise SpilloverError(f"{asked} is more than the {MOST_RANKS} ranks that are supported on CUDA devices")
     if size > devices and not config.ranks_share_device:
         raise SpilloverError(f"{asked} needs {size} CUDA devices, and there {'is' if devices == 1 else 'are'} {devices}"
                              "; --ranks-share-device puts several ranks on one, which is slower than one rank and of "
@@ -38,7 +38,7 @@ def _check_devices(config: EngineConfig, size: int, devices: int) -> None:
 
 
 def check_experts(plan: Plan, shard: Shard) -> None:
-    """Raise SpilloverError where a CUDA rank with experts of its own would have to fetch them one by one."""
+    """Raise SpilloverError if a CUDA rank with expert parallelism would have to fetch its experts one by one."""
     experts = {} if plan.placement is None else plan.placement.experts
     if shard.expert_parallel and plan.device == "cuda" and any(
             where in (*SLOTTED, "host") for where in experts.values()):
@@ -48,7 +48,7 @@ def check_experts(plan: Plan, shard: Shard) -> None:
 
 
 def rank_request(request: PlanRequest, shard: Shard) -> PlanRequest:
-    """Return what a rank's plan is asked for: --gpu-memory is each rank's, --host-memory is for all of them."""
+    """Return the plan request of one rank: --gpu-memory is per rank, --host-memory is divided among all ranks."""
     if shard.size == 1:
         return request
     host = None if request.host_memory is None else request.host_memory // shard.size
@@ -60,7 +60,7 @@ def rank_machine(machine: Machine, shard: Shard) -> Machine:
     if shard.size == 1:
         return machine
     limit, cards = machine.memory_limit, machine.cuda
-    sharing = -(-shard.size // max(1, len(cards)))  # ranks of one device
+    sharing = -(-shard.size // max(1, len(cards)))  # number of ranks per device
     cards = tuple(replace(card, free=card.free // sharing) for card in cards)
     return replace(machine, cuda=cards, memory_available=machine.memory_available // shard.size,
                    memory_total=machine.memory_total // shard.size,
@@ -69,7 +69,7 @@ def rank_machine(machine: Machine, shard: Shard) -> Machine:
 
 
 def with_whole_blocks(plan: Plan, request: PlanRequest, model: ModelConfig, shard: Shard) -> Plan:
-    """Return rank 0's plan with tiers for whole blocks, the parts of all ranks together; `request`: the rank's."""
+    """Return rank 0's plan with tiers for blocks of the whole model; `request`: the request of one rank."""
     if shard.size == 1 or not plan.tiers:
         return plan
     slot = plan.slot_bytes // shard.decoder(model).num_kv_heads * model.num_kv_heads
@@ -80,5 +80,5 @@ def with_whole_blocks(plan: Plan, request: PlanRequest, model: ModelConfig, shar
 
 
 def without_tiers(plan: Plan) -> Plan:
-    """Return the plan of a rank but the first: blocks leave it by rank 0's link."""
+    """Return the plan of a rank other than rank 0: its blocks reach the tiers through rank 0's link."""
     return replace(plan, tiers=(), host_bytes=0, draft=None)

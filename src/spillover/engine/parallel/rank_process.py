@@ -1,7 +1,7 @@
-"""The process of a rank but the first: `python -m spillover.engine.parallel.rank_process FD`, started by rank 0.
+"""The process of a rank other than rank 0, which starts it: `python -m spillover.engine.parallel.rank_process FD`.
 
-It builds its part of the model and then runs every step that rank 0 sends. It ends with rank 0, however that ends: the
-kernel kills it where it can, and its socket closes.
+It builds its part of the model and then runs every step that rank 0 sends. It exits when rank 0 exits for any reason:
+on Linux the kernel kills it, and otherwise its socket is closed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def main(descriptor: int) -> int:
-    for each in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a terminal; rank 0 decides
+    for each in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all processes; only rank 0 handles them
         signal.signal(each, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -34,12 +34,12 @@ def main(descriptor: int) -> int:
     from spillover.engine.parallel.messages import Lost, decode_launch, encode
 
     launch = decode_launch(line)
-    if os.getppid() != launch.parent:  # it died before we asked to be told
+    if os.getppid() != launch.parent:  # rank 0 exited before prctl took effect
         return 1
     try:
         _serve(rank_0, line)
         return 0
-    except EOFError:  # rank 0 is gone
+    except EOFError:  # rank 0 has exited
         return 1
     except SpilloverError as error:
         lost = Lost(str(error), True)
@@ -89,4 +89,4 @@ if __name__ == "__main__":
     code = main(int(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # what gloo or a step still waits for has no meaning any more
+    os._exit(code)  # skips the cleanup of gloo and of steps, which could wait for ranks that are gone

@@ -1,6 +1,6 @@
-"""The processes of all ranks but the first: started, watched, and ended with nothing left of them.
+"""Starts, watches and stops the processes of all ranks but rank 0.
 
-One thread does all of it. It is also the parent that the kernel knows, so that ranks end when this process does.
+One thread starts and watches them. To the kernel it is their parent, so ranks are killed when this process exits.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from spillover.errors import SpilloverError
 
 log = logging.getLogger("spillover.engine")
 
-LOOK_SECONDS = 0.5  # between looks for a rank that hangs
-# For which a rank may neither compute nor answer while rank 0 waits for it: it is stopped, or waits for ever.
+LOOK_SECONDS = 0.5  # seconds between two checks for ranks that hang
+# Seconds that ranks may be without CPU time or disk reads while rank 0 waits; after that they count as hanging.
 HANG_SECONDS = 3.0
-QUIET_CPU_SECONDS = 0.05  # of CPU time in that long, which a rank that only waits may take
-STOP_SECONDS = 5.0  # for ranks that were told to stop; then they are killed
-LAST_WORDS_SECONDS = 0.5  # for what a failing rank said to arrive after it has gone
-START_SECONDS = 600.0  # for a rank to load its part, after rank 0 has loaded its own
+QUIET_CPU_SECONDS = 0.05  # maximum CPU seconds of a rank that counts as not computing
+STOP_SECONDS = 5.0  # seconds that ranks have to exit after STOP; then they are killed
+LAST_WORDS_SECONDS = 0.5  # seconds to wait for the last message of a rank that has exited
+START_SECONDS = 600.0  # timeout in seconds for a rank to load its part, after rank 0 has loaded its own
 
 
 class RankLostError(RuntimeError):
-    """A rank has died, hangs or has failed, and with it the step that all of them were computing."""
+    """A rank has exited, hangs or has failed, so the step that all ranks were computing has failed too."""
 
 
 class RankProcesses:
     def __init__(self, launches: Sequence[Launch], waiting_since: Callable[[], float | None] = lambda: None) -> None:
-        """Start a process for each. `waiting_since`: when rank 0 began to wait for others; None: it does not."""
+        """Start a process per launch. `waiting_since`: returns since when rank 0 waits for others; None: no wait."""
         self._waiting_since = waiting_since
         self._only_stopped = False
-        self.on_lost: Callable[[], None] = lambda: None  # called once the group is no more
-        self.weight_bytes = 0  # of the ranks that have loaded their parts
+        self.on_lost: Callable[[], None] = lambda: None  # called when a rank is lost, before the others are killed
+        self.weight_bytes = 0  # bytes of weights of the ranks that have loaded their parts
         self._started = self._met = self._loaded = 0
         self._sending_since: float | None = None
-        self._why: str | None = None  # why the group is no more
+        self._why: str | None = None  # why a rank was lost; None while all ranks run
         self._expected = False
         self._closing = self._over = False
-        self._quiet: tuple[float, list[float]] | None = None  # since when no rank has computed; CPU seconds by then
+        self._quiet: tuple[float, list[float]] | None = None  # (time since when no rank computes, CPU seconds by then)
         self._news = threading.Condition()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: list[Connection] = []
-        self._open: list[Connection] = []  # those that may still say something
-        self._alarm, self._ring = os.pipe()  # readable once the group is no more
+        self._open: list[Connection] = []  # connections that may still deliver messages
+        self._alarm, self._ring = os.pipe()  # `_alarm` is readable once a rank is lost
         self._waker, self._wake = os.pipe()
         self._thread = threading.Thread(target=self._run, args=(list(launches),), name="spillover-ranks", daemon=True)
         self._thread.start()
@@ -64,8 +64,8 @@ class RankProcesses:
         return [process.pid for process in self._processes]
 
     def watch(self, waiting_since: Callable[[], float | None], only_stopped: bool = False) -> None:
-        """Look for ranks that hang while rank 0 waits. `only_stopped`: those that use no CPU time do not hang unless
-        their process is stopped."""
+        """Watch for ranks that hang while rank 0 waits. `only_stopped`: a rank without CPU time hangs only if its
+        process is stopped."""
         self._waiting_since, self._only_stopped = waiting_since, only_stopped
 
     @property
@@ -76,7 +76,7 @@ class RankProcesses:
     def send(self, message: bytes) -> None:
         """Send a message to every rank."""
         self.check()
-        self._sending_since = time.monotonic()  # a rank that hangs takes in no more than its socket holds
+        self._sending_since = time.monotonic()  # sending blocks when a hanging rank's socket is full
         try:
             for rank in self._ranks:
                 rank.send_bytes(message)
@@ -86,12 +86,12 @@ class RankProcesses:
             self._sending_since = None
 
     def check(self) -> None:
-        """Raise RankLostError if the group is no more."""
+        """Raise RankLostError if a rank is lost."""
         if self._why is not None:
             raise RankLostError(self._why)
 
     def lost(self) -> RankLostError:
-        """Return why rank 0 cannot reach another, as soon as that is known."""
+        """Return an error that says why a rank is lost, as soon as the reason is known."""
         with self._news:
             self._news.wait_for(lambda: self._why is not None, LAST_WORDS_SECONDS + LOOK_SECONDS)
         return RankLostError(self._why or "a rank closed its connection")
@@ -106,7 +106,7 @@ class RankProcesses:
         self._wait(lambda: self._loaded == len(self._ranks))
 
     def close(self) -> None:
-        """Tell ranks to stop, then kill them; afterwards nothing of them is left."""
+        """Ask ranks to stop, kill those that do not, and release all resources; a second call does nothing."""
         with self._news:
             if self._closing:
                 return
@@ -165,7 +165,7 @@ class RankProcesses:
             self._processes.append(process)
             self._ranks.append(rank)
             self._open.append(rank)
-        with contextlib.suppress(OSError):  # it died at once, which is heard
+        with contextlib.suppress(OSError):  # if the process has already exited, _hear will notice
             rank.send_bytes(encode(launch))
 
     def _hear(self, rank: Connection) -> None:
@@ -197,8 +197,8 @@ class RankProcesses:
             self._news.notify_all()
 
     def _is_stuck(self) -> bool:
-        """Tell whether rank 0 waits and no other rank has computed or read for long: one of them is stopped, or waits
-        for ever. A slow one is not stuck."""
+        """Return whether rank 0 waits and no other rank has used the CPU or a disk for HANG_SECONDS: one of them is
+        stopped, or waits endlessly. A slow rank is not stuck."""
         since, now = self._waiting_since() or self._sending_since, time.monotonic()
         if since is None:
             self._quiet = None
@@ -219,13 +219,13 @@ class RankProcesses:
                 if _is_in(process.pid, psutil.STATUS_STOPPED)]
 
     def _fail(self, why: str, expected: bool = False) -> None:
-        """Note the first reason, and end all ranks: whoever waits for one of them is told by its socket."""
+        """Record the first reason and kill all ranks; rank 0, if it waits for one, notices the closed socket."""
         with self._news:
             if self._why is None:
                 self._why, self._expected = why, expected
                 os.write(self._ring, b"x")
             self._news.notify_all()
-        self.on_lost()  # before: a device may not let go of a rank while another's step waits for it
+        self.on_lost()  # before the kill: a device may keep a process alive while another rank's step waits for it
         self._kill()
 
     def _kill(self) -> None:

@@ -1,4 +1,4 @@
-"""From a plan to ranks that wait for steps: processes for all but the first, which is this one."""
+"""Starts the ranks of a plan: rank 0 is this process, all others are child processes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class MakeRunner(Protocol):
 
 
 def meet(device: str, rank: int, size: int, folder: Path, pool_bytes: int = 0) -> GlooRanks | CudaRanks:
-    """Meet the other ranks, which name the same folder; on CUDA each takes its device before. `pool_bytes`: of KV pools
-    on CUDA devices that rank 0 maps."""
+    """Meet the other ranks, which use the same folder; on CUDA this first selects the rank's device. `pool_bytes`: size
+    of each KV pool on a CUDA device that rank 0 maps."""
     if device != "cuda":
         return GlooRanks(rank, size, folder)
     from spillover.engine.parallel.cuda_ranks import CudaRanks
@@ -43,10 +43,10 @@ def meet(device: str, rank: int, size: int, folder: Path, pool_bytes: int = 0) -
 
 
 def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelRunner:
-    """Start the other ranks, make rank 0's runner while they load, and return what runs steps on all of them."""
+    """Start the other ranks, make rank 0's runner while they load, and return a runner that uses all ranks."""
     size, threads = config.tensor_parallel_size, torch.get_num_threads()
     share = max(1, min(threads, probe().cores // size))
-    cuda, maps = plan.device == "cuda", bool(plan.tiers)  # tiers hold whole blocks, which rank 0 puts together
+    cuda, maps = plan.device == "cuda", bool(plan.tiers)  # tiers hold whole blocks, which rank 0 assembles
     pools = [_shared_pool(plan.kv_bytes) for _ in range(1, size)] if maps and not cuda else []
     others: RankProcesses | None = None
     inner: StepRunner | None = None
@@ -59,7 +59,7 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
             others.wait_started()
             try:
                 ranks = meet(plan.device, 0, size, Path(folder), plan.kv_bytes if maps else 0)
-            except RuntimeError as error:  # gloo's, or CUDA's
+            except RuntimeError as error:  # raised by gloo or CUDA
                 raise SpilloverError(f"ranks could not meet ({others.lost()})") from error
             others.on_lost = ranks.stop
             others.wait_met()
@@ -79,7 +79,7 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
     mapped = [torch.frombuffer(memory, dtype=torch.uint8) for _, memory in pools] or list(ranks.pools)
     runner = ParallelRunner(cast(ModelRunner, inner), others, mapped, others.lost_descriptor, ranks.report,
                             lambda: torch.set_num_threads(threads), ranks.check)
-    if cuda:  # what ranks compute there takes no time of their processes
+    if cuda:  # a rank whose device computes uses no CPU time
         others.watch(lambda: runner.waiting_since, only_stopped=True)
     else:
         others.watch(lambda: ranks.waiting_since)
@@ -88,7 +88,7 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
 
 
 def _shared_pool(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make memory without a name, gone once nobody has it mapped: (descriptor, our view)."""
+    """Make anonymous shared memory, freed when its last mapping is gone; return (descriptor, mapping)."""
     descriptor = os.memfd_create("spillover-kv")
     os.ftruncate(descriptor, nbytes)
     return descriptor, mmap.mmap(descriptor, nbytes)

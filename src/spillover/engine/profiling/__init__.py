@@ -1,1 +1,1 @@
-"""Traces of steps."""
+"""Profiles and traces of steps."""

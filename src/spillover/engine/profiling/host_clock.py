@@ -1,5 +1,5 @@
-"""What a step costs the host, and how long it takes as it usually runs: times around the calls of the engine's loop, a
-step each, without a profiler that would slow them down."""
+"""Measures for each step the host's time and the total time, by timing the calls of the engine's loop, without a
+profiler that would slow them down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST_PARTS = (SCHEDULER, LAYOUT, LAUNCH, RESULTS, WAITING)
 
 @dataclass
 class HostStep:
-    """One step in seconds; `whole` is from the end of the step before, or its own launch where that is later."""
+    """The times of one step in seconds; `whole` starts at the previous step's end or at its own launch if later."""
 
     batch: tuple[tuple[int, int], ...]  # (new tokens, tokens cached before) of each request
     has_prefill: bool
@@ -33,7 +33,7 @@ class HostStep:
 
 @contextlib.contextmanager
 def host_clock(engine: Engine) -> Iterator[list[HostStep]]:
-    """Time the steps that an engine, idle now, runs inside; the list has them in order when it has come to rest."""
+    """Time the steps that the engine, idle on entry, runs inside; the list is complete when it is idle again."""
     clock = _Clock()
     scheduler, runner = engine.scheduler, engine.runner
     timed: list[tuple[object, str, str]] = [
@@ -48,18 +48,18 @@ def host_clock(engine: Engine) -> Iterator[list[HostStep]]:
         yield clock.steps
     finally:
         for owner, name, _ in wrapped:
-            delattr(owner, name)  # the class's own is there again
+            delattr(owner, name)  # uncovers the method of the class
 
 
 class _Clock:
     def __init__(self) -> None:
         self.steps: list[HostStep] = []
-        self._before: dict[str, float] = {}  # spent on the step that is launched next
-        self._ended_step: HostStep | None = None
-        self._ended = 0.0  # when that step had ended
+        self._before: dict[str, float] = {}  # seconds by part already spent on the step that is launched next
+        self._ended_step: HostStep | None = None  # the step that completed last
+        self._ended = 0.0  # time at which that step completed
 
     def timed(self, part: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call; results count for the step that ended last, all else for the one that is launched next."""
+        """Call a function; add its time to the last completed step for RESULTS and WAITING, else to the next launch."""
         ended = self._ended_step if part in (RESULTS, WAITING) else None
         spent = self._before if ended is None else ended.seconds
         start = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Records what runs in some steps: kernels on a CUDA device, calls of native kernels and torch's operations on a CPU,
-and on demand a trace of them that Perfetto opens."""
+"""Records what runs in some steps: kernels on a CUDA device, or native kernels and torch operations on a CPU; and
+optionally writes a trace that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from spillover.errors import SpilloverError
 from spillover.kernels import native
 
-PREFIX = "spill::"  # begins the names of native kernels' calls on a CPU
+PREFIX = "spill::"  # prefix of the names of native kernels that run on a CPU
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class Event:
 
 @dataclass
 class Recording:
-    """Filled in when what is recorded has ended."""
+    """The result of `recorded`, filled in when its context ends."""
 
-    events: list[Event] = field(default_factory=list)  # by their start
+    events: list[Event] = field(default_factory=list)  # in the order of their start
     trace: Path | None = None
 
 
 @contextlib.contextmanager
 def recorded(device: str, trace: Path | None = None, events: bool = True) -> Iterator[Recording]:
-    """Record what runs inside on any thread. `trace`: the file to write a trace to, in folders that are made;
-    `events=False`: the trace alone, in a third of the time.
+    """Record what runs inside on any thread. `trace`: the file to write a trace to; its folders are created.
+    `events=False`: only write the trace, which takes a third of the time.
 
-    On a CPU each native kernel is called by itself for the occasion, so that products and attention can be told apart.
+    On a CPU every native kernel is called separately while recording, so that products and attention are distinct.
     """
     recording = Recording(trace=trace)
     if trace is not None:
@@ -51,7 +51,7 @@ def recorded(device: str, trace: Path | None = None, events: bool = True) -> Ite
             raise SpilloverError(f"cannot write a trace to '{trace.parent}': {error.strerror}") from error
     cuda = device == "cuda"
     activities = [ProfilerActivity.CUDA] if cuda else []
-    if trace is not None or not cuda:  # recording the host's calls slows a CUDA device's host down
+    if trace is not None or not cuda:  # on CUDA, recording the host's calls slows the host down
         activities.append(ProfilerActivity.CPU)
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with contextlib.ExitStack() as stack:
@@ -75,7 +75,7 @@ def _device_events(events: Iterable[FunctionEvent]) -> list[Event]:
 
 
 def _host_events(events: Iterable[FunctionEvent]) -> list[Event]:
-    """Return native kernels' calls, and torch's own operations outside of them on the same threads."""
+    """Return the calls of native kernels, and the torch operations outside of them on the same threads."""
     listed = list(events)
     threads = {each.thread for each in listed if each.name.startswith(PREFIX)}
     top = [each for each in listed if each.thread in threads and each.cpu_parent is None]

@@ -1,5 +1,5 @@
-"""Tells what each kernel of a step does: by its name, and by its place between the norms that every half layer begins
-with, since one kernel serves many matrices. The same for the calls of a step on a CPU."""
+"""Classifies each kernel of a step, or each call of a step on a CPU: by its name, and by its position between the norms
+with which every half layer begins, because one kernel serves many matrices."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from spillover.plan.part_limits import (
 ACTIVATION, PAGING, SUM = "activation", "expert paging", "sum of experts"
 COPIES, ROWS, OTHER = "copies", "embedding and rows", "other"
 ORDER = (COPIES, ROWS, NORMS, QKV, ROPE_STORE, ATTENTION, OUT, GATE_UP, ACTIVATION, DOWN, ROUTER, PAGING, EXPERTS, SUM,
-         HEAD, SAMPLING, OTHER)  # as a step runs them
+         HEAD, SAMPLING, OTHER)  # in the order in which a step runs them
 
-# What these are part of, their place tells.
+# Kinds of kernels whose part of the step depends on their position.
 _PRODUCT, _NORM_PRODUCT, _REDUCTION, _CHOICE = "product", "norm and product", "sums of a product", "choice"
-# The first that matches a name; a new kernel is named here.
+# The first pattern that matches a name decides its kind; add the name of a new kernel here.
 _NAMES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
     (COPIES, r"memcpy|memset|_bring|update_tables|fill_tokens|aten::(copy_|index_put_)"),
     (ATTENTION, r"attention|_ordered_(decode|prefill)|_fold_short|flash|fmha"),
@@ -50,7 +50,7 @@ _NAMES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
 
 
 def step_parts(names: Sequence[str]) -> list[str]:
-    """Return the part of the step, one of ORDER, that each of its kernels belongs to. `names`: in order of launch."""
+    """Return for each kernel of a step the part that it belongs to, one of ORDER. `names`: kernels in launch order."""
     kinds = [_kind(name) for name in names]
     norms = [place for place, kind in enumerate(kinds) if kind in (NORMS, _NORM_PRODUCT)]
     kinds = [_PRODUCT if kind == _NORM_PRODUCT else kind for kind in kinds]
@@ -72,8 +72,8 @@ def _kind(name: str) -> str:
 
 
 def _outer(kinds: Sequence[str], layered: bool) -> list[str]:
-    """Name the kernels before the first norm, or after the last: any product makes logits, and what chooses chooses
-    tokens."""
+    """Classify the kernels before the first norm or after the last: any product computes logits, and any choice is
+    sampling."""
     head = HEAD if layered else OTHER
     return [{_PRODUCT: head, _REDUCTION: head, _CHOICE: SAMPLING, ACTIVATION: OTHER}.get(kind, kind) for kind in kinds]
 
@@ -85,8 +85,8 @@ def _attention_half(kinds: Sequence[str]) -> list[str]:
 
 
 def _mlp_half(kinds: Sequence[str]) -> list[str]:
-    """Name the kernels: the first product is the gate's and the router's; a router is followed by a choice of
-    experts."""
+    """Classify the kernels of an MLP half layer: without experts the first product is gate and up; with experts,
+    products before the choice of experts are the router's."""
     chosen = next((place for place, kind in enumerate(kinds) if kind in (ROUTER, PAGING, EXPERTS, _CHOICE)), None)
     parts, products = [], 0
     for place, kind in enumerate(kinds):

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: on the device by what kernels do, and on the host by what the engine's loop does.
+"""Where the time of a step goes: on the device by parts of the step, and on the host by parts of the engine's loop.
 
-The same requests run twice: once as usual, with clocks around the loop's calls, and once recorded. Times of a kind of
-step are means over the middle half of its steps by length, so that one that was held up does not count.
+The same requests run twice: once normally, with clocks around the loop's calls, and once recorded. Times of a kind of
+step are means over the middle half of its steps by duration, so that outliers do not count.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from spillover.errors import SpilloverError
 
 IDLE = "idle"
 PREFILL, DECODE = "prefill", "decode"
-_FIRST = {"cuda": re.compile("_bring"), "cpu": re.compile("embedding")}  # what every step begins with
-_COPY = re.compile("memcpy|memset", re.IGNORECASE)  # by other engines than the kernels' and beside them
+_FIRST = {"cuda": re.compile("_bring"), "cpu": re.compile("embedding")}  # names with which every step begins
+_COPY = re.compile("memcpy|memset", re.IGNORECASE)  # copies, which run on other engines concurrently with kernels
 
 
 @dataclass(frozen=True)
 class Part:
-    kernels: float  # launched in a step
+    kernels: float  # mean number of kernels launched per step
     seconds: float
 
 
 @dataclass(frozen=True)
 class PhaseProfile:
-    """A mean step of one kind. Parts and idle add up to `profiled`."""
+    """The mean step of one kind. Parts, including IDLE, add up to `profiled`."""
 
-    steps: int  # that it is the mean of
-    batches: tuple[tuple[tuple[int, int], ...], ...]  # of each: (new tokens, tokens cached before) by request
-    parts: dict[str, Part]  # on the device, in the order of a step; IDLE is the last
-    profiled: float  # seconds of a step while it was recorded ...
-    whole: float  # ... and as usual
-    host: dict[str, float]  # seconds by HOST_PARTS, as usual
-    slowest: tuple[tuple[str, str, float, float], ...]  # (kernel, part, launches, seconds) a step, the longest first
+    steps: int  # number of steps that the mean is over
+    batches: tuple[tuple[tuple[int, int], ...], ...]  # per step: (new tokens, tokens cached before) of each request
+    parts: dict[str, Part]  # parts on the device in the order of a step; IDLE is the last
+    profiled: float  # seconds of a step while recording
+    whole: float  # seconds of a step without recording
+    host: dict[str, float]  # seconds on the host without recording, by HOST_PARTS
+    slowest: tuple[tuple[str, str, float, float], ...]  # (kernel, part, launches, seconds) per step, the slowest first
 
     @property
     def num_tokens(self) -> float:
@@ -53,8 +53,8 @@ class DeviceStep:
 
     names: tuple[str, ...]
     parts: tuple[str, ...]
-    seconds: tuple[float, ...]  # of each, less what an earlier one covers; of a copy, what no kernel covers
-    whole: float  # from the end of the step before
+    seconds: tuple[float, ...]  # seconds of each not covered by an earlier kernel; of a copy, not by any kernel
+    whole: float  # seconds since the end of the previous step
 
     @property
     def idle(self) -> float:
@@ -63,8 +63,8 @@ class DeviceStep:
 
 def profile_steps(engine: Engine, device: str, run: Callable[[], object], warm_up: Callable[[], object],
                   trace: Path | None = None) -> dict[str, PhaseProfile]:
-    """Profile the steps of `run`, by PREFILL and DECODE. `warm_up` runs first in the recorded turn: the first kernels
-    that a profiler sees are slow."""
+    """Profile the steps of `run`; return a profile each for PREFILL and DECODE. `warm_up` runs first while recording,
+    because the first kernels under a profiler are slow."""
     with host_clock(engine) as usual:
         run()
     with host_clock(engine) as counted, recorded(device, trace) as recording:
@@ -85,7 +85,7 @@ def profile_steps(engine: Engine, device: str, run: Callable[[], object], warm_u
 
 
 def device_steps(events: Sequence[Event], device: str) -> list[DeviceStep]:
-    """Cut what ran on the device, by start, into steps; what came before the first is left out."""
+    """Divide the device's events, sorted by start, into steps; events before the first step are dropped."""
     begins = [place for place, event in enumerate(events) if _FIRST[device].search(event.name)]
     bounds = [*begins, len(events)]
     steps, reached = [], None
@@ -102,9 +102,9 @@ def device_steps(events: Sequence[Event], device: str) -> list[DeviceStep]:
 
 
 def _uncovered(events: Sequence[Event], reached: float) -> list[float]:
-    """Return the seconds of each event, by start, that no earlier one covers; kernels come before copies."""
+    """Return the seconds of each event, sorted by start, that no earlier one covers; kernels precede copies."""
     seconds = [0.0] * len(events)
-    busy: list[tuple[float, float]] = []  # stretches of kernels, ascending and apart
+    busy: list[tuple[float, float]] = []  # disjoint intervals in which kernels run, ascending
     for place, event in enumerate(events):
         if not _COPY.search(event.name):
             start = max(event.start, reached)
@@ -123,15 +123,15 @@ def _uncovered(events: Sequence[Event], reached: float) -> list[float]:
 
 
 def _chosen(steps: Sequence[HostStep], phase: str) -> list[int]:
-    """Return the places of steps of one kind that are nearly as large as its largest, which leaves out the ends of
-    prompts and of a batch."""
+    """Return the indices of the steps of one kind with at least 90% of the tokens of its largest step, which excludes
+    the ends of prompts and of a batch."""
     some = [place for place, step in enumerate(steps) if step.has_prefill == (phase == PREFILL)]
     most = max((steps[place].num_tokens for place in some), default=0)
     return [place for place in some if 10 * steps[place].num_tokens >= 9 * most]
 
 
 def _middle(values: Sequence[float]) -> list[int]:
-    """Return the places of the middle half of some values."""
+    """Return the indices of the values in the middle half."""
     order = sorted(range(len(values)), key=lambda place: values[place])
     cut = len(values) // 4
     return order[cut:len(values) - cut]

@@ -1,1 +1,1 @@
-"""Requests: what callers pass, checked and brought to one form, and the state of one on its way through the engine."""
+"""Requests: callers' input, checked and brought to one form, and the state of a request in the engine."""

@@ -1,5 +1,5 @@
-"""What callers may pass as prompts, conversations and sampling parameters, brought to one form or refused in a
-sentence that says what to pass."""
+"""Conversion of callers' prompts, conversations and sampling parameters to one form; errors say what to pass
+instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEYS = ("prompt", "prompt_token_ids")
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """Return one prompt or several, as a list."""
+    """Return a list of prompts, whether one prompt or several are given."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
@@ -45,7 +45,7 @@ def prompt_parts(prompt: Prompt) -> tuple[str | None, list[int] | None]:
 
 
 def params_for(count: int, params: Params, default: SamplingParams) -> Sequence[SamplingParams]:
-    """Return one SamplingParams for each of `count` prompts; `default` where none is given."""
+    """Return one SamplingParams for each of `count` prompts: those given, or else `default`."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * count
     wrong = params if isinstance(params, str | Mapping) or not isinstance(params, Sequence) else next(
@@ -69,7 +69,7 @@ def priorities_for(count: int, priority: Sequence[int] | None) -> Sequence[int]:
 
 
 def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """Return one conversation or several, as a list."""
+    """Return a list of conversations, whether one conversation or several are given."""
     if not isinstance(messages, str | Mapping) and isinstance(messages, Sequence):
         if all(isinstance(each, Mapping) for each in messages):
             return [messages] if messages else []  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine. Mutable state; the scheduler is its only writer."""
+"""The state of one sequence in the engine. It is mutable; only the scheduler changes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # out of the running set; goes back to waiting once its last step has ended
+    PREEMPTED = "preempted"  # no longer in the running set; waits again once its last step has completed
     FINISHED = "finished"
 
 
@@ -30,34 +30,34 @@ class Request:
     request_id: str
     prompt: InitVar[Sequence[int]]
     params: SamplingParams
-    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop_token_ids, empty where they are ignored
+    stop_ids: frozenset[int] = frozenset()  # stop_token_ids, and end-of-sequence tokens unless they are ignored
     seed: int = 0
-    priority: int = 0  # lower is served first
+    priority: int = 0  # lower numbers are scheduled first
     cache_salt: str | None = None
-    parent: Request | None = None  # n > 1: the first of the siblings, whose prompt blocks this one shares
+    parent: Request | None = None  # with n > 1, the first sibling, whose prompt blocks this one shares
     grammar: Grammar | None = None
     arrived: float = field(default_factory=time.monotonic)
 
     status: Status = Status.WAITING
-    token_ids: TokenIds = field(init=False)  # prompt and known output
+    token_ids: TokenIds = field(init=False)  # prompt and output, as far as the host knows it
     num_prompt: int = field(init=False)
     pending: int = 0  # 1 while the newest token is known only to the device
-    num_computed: int = 0  # tokens whose KV is in the cache once every launched step has ended
-    in_flight: int = 0  # launched steps that have not ended
-    verifying: bool = False  # a launched step verifies a draft: how many tokens it brings is not known yet
-    run_id: int = 0  # what steps name it by from its admission on; 0: no step has been told of it
-    blocks_sent: int = 0  # entries of its block tables that steps have been told of
+    num_computed: int = 0  # number of tokens whose KV is in the cache once every launched step has completed
+    in_flight: int = 0  # number of launched steps that have not completed
+    verifying: bool = False  # whether a launched step verifies a draft, so that its number of tokens is not known yet
+    run_id: int = 0  # id of this admission in steps; 0 if no step has included the request since it was admitted
+    blocks_sent: int = 0  # number of entries of its block tables that steps have sent to the runner
     sources: TokenSources | None = None
     num_preemptions: int = 0
     drafts: DraftCounts = NO_DRAFTS
-    restoring: bool = False  # blocks of its prefix are on their way from other tiers
-    computes_all: bool = False  # a restore of it did not end: it computes its prefix
-    long: bool = False  # its first blocks wait in host memory, as the device has no room for all
+    restoring: bool = False  # whether blocks of its prefix are being loaded from other tiers
+    computes_all: bool = False  # whether it computes its whole prefix because a restore of it failed
+    long: bool = False  # whether its oldest blocks are in host memory because it is larger than the pool
     restore_started: float = 0.0
     restore_ended: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    error: str | None = None  # a sentence for the person, where finish_reason is "error"
+    error: str | None = None  # message for the user if finish_reason is "error"
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)
     scheduled: float = 0.0
@@ -70,22 +70,22 @@ class Request:
         self.forget_prompt_logprobs()
 
     def forget_prompt_logprobs(self) -> None:
-        """Set back to what is known before a prefill: nothing of the positions that nobody asked for."""
+        """Reset prompt_logprobs to its state before prefill: None for each position that is not scored."""
         self.prompt_logprobs = [None] * (self.first_scored - 1)
 
     @property
     def first_scored(self) -> int:
-        """Return the first prompt position whose log probability is told; 1 or more, as nothing predicts the first."""
+        """Return the first prompt position whose log probability is wanted; at least 1, as nothing predicts token 0."""
         return max(1, min(self.params.prompt_logprobs_start, self.num_prompt))
 
     @cached_property
     def prompt_token_ids(self) -> list[int]:
-        """Return the prompt as a list, made when somebody wants to read it."""
+        """Return the prompt as a list, made at the first use."""
         return self.token_ids[:self.num_prompt].tolist()
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens there are, the one still on the device included."""
+        """Return the number of tokens, including one that only the device knows."""
         return len(self.token_ids) + self.pending
 
     @property
@@ -98,14 +98,14 @@ class Request:
 
     @property
     def needs_previous_token(self) -> bool:
-        """Return whether its next step can be prepared only once the last one's token is known."""
+        """Return whether its next step can be prepared only once the host knows the previous step's token."""
         return self.params.needs_history
 
     def cut(self, num_tokens: int) -> None:
-        """Forget what was sampled behind these tokens: a stop string ended there, in the middle of a verified draft."""
+        """Drop the tokens sampled after the first `num_tokens`: a stop string ended there, within a verified draft."""
         del self.token_ids[num_tokens:]
         del self.logprobs[num_tokens - self.num_prompt:]
-        if self.finish_reason is not None:  # by a token that is no more
+        if self.finish_reason is not None:  # it was set by a token that is now dropped
             self.finish_reason, self.stop_reason, self.error = "stop", None, None
 
     @property

@@ -1,4 +1,4 @@
-"""Makes requests out of what callers ask: tokenises, checks limits, gives seeds. Nothing runs here."""
+"""Makes requests from callers' input: tokenises prompts, checks limits, chooses seeds. Nothing runs here."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class RequestFactory:
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int, seed: int,
                  compile_grammars: bool = True, grammar_limits: GrammarLimits | None = None,
                  sampling_defaults: Mapping[str, float] | None = None) -> None:
-        """Make a factory. Without `compile_grammars` requests carry what they ask for, and who runs them compiles it.
+        """Make a factory. Without `compile_grammars`, the process that runs the requests compiles their grammars.
 
-        `sampling_defaults`: fields of SamplingParams for whoever does not say how to sample."""
+        `sampling_defaults`: fields of SamplingParams for requests that do not set them."""
         self.sampling_defaults: dict[str, Any] = dict(sampling_defaults or {})
         self._config = config
         self._tokenizer = tokenizer
@@ -41,7 +41,7 @@ class RequestFactory:
         self._compile_grammars = compile_grammars
         self._grammar_limits = grammar_limits
         self._grammars: GrammarCompiler | None = None
-        self._lock = threading.Lock()  # requests are made in several threads; one compiler serves them
+        self._lock = threading.Lock()  # requests are made in several threads, which share one compiler
         if tokenizer is not None and (trouble := tokenizer.template_trouble()) is not None:
             logger.warning("chats will be refused; %s", trouble)
         self._eos = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
@@ -76,19 +76,19 @@ class RequestFactory:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
                **options: Any) -> list[int]:
-        """Encode a conversation through the chat template."""
+        """Return the token ids of a conversation, rendered by the chat template."""
         tokenizer = self._need_tokenizer("chat")
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
         return tokenizer.encode(text, add_special_tokens=False)
 
     def close(self) -> None:
-        """End what compiles grammars."""
+        """Stop the grammar compiler."""
         with self._lock:
             if self._grammars is not None:
                 self._grammars.close()
 
     def _checked(self, token_ids: Sequence[SupportsIndex], params: SamplingParams) -> TokenIds:
-        """Return the prompt as an array, whatever kind of integers it was given in."""
+        """Check the prompt and the parameters; return the prompt as an array, whatever type its integers had."""
         if not len(token_ids):
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self._max_model_len:
@@ -113,7 +113,7 @@ class RequestFactory:
         return prompt
 
     def _bad_token(self, token_ids: Sequence[SupportsIndex]) -> RequestError:
-        """Return what is wrong with a prompt that has a token which is none of this model's."""
+        """Return the error for a prompt with a token that this model does not have."""
         try:
             plain = [operator.index(token) for token in token_ids]
         except TypeError:
@@ -138,12 +138,12 @@ class RequestFactory:
 
 
 def _mix(seed: int, salt: int) -> int:
-    """Return a seed of its own for each request and sibling, the same in every run."""
+    """Return a different seed for each request and sibling, the same in every run."""
     return (seed * 6364136223846793005 + salt * 1442695040888963407 + 1) & (2**63 - 1)
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse, before a request is admitted, a token id that the model does not have."""
+    """Check before a request is admitted that the model has all token ids in its parameters."""
     for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids)):
         for token in ids:
             if not 0 <= token < vocab_size:

@@ -1,4 +1,4 @@
-"""What a caller may ask of one request's sampling; vLLM's names and defaults. Checked once, here."""
+"""The sampling parameters of a request, with vLLM's names and defaults. They are checked here, once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from spillover.errors import RequestError, did_you_mean
 
 GREEDY_EPSILON = 1e-5  # a temperature below this means argmax
 _WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
-          "prompt_logprobs_start")  # numbers, or None
+          "prompt_logprobs_start")  # fields that are whole numbers or None
 
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """A constraint of the output, exactly one: a JSON schema, any JSON object, a regex, a Lark grammar, a choice."""
+    """A constraint of the output, exactly one of: a JSON schema, any JSON object, a regex, a Lark grammar, a choice."""
 
-    json: str | dict[str, object] | None = None  # a schema, as a dict or as text; a pydantic model class is taken too
+    json: str | dict[str, object] | None = None  # a schema, as a dict or text; a pydantic model class is accepted too
     json_object: bool = False
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
-    sent_as: str | None = None  # the caller's own name for it, where that is another one
+    sent_as: str | None = None  # name of the API field that the caller sent it in, if not this class's
 
     def __post_init__(self) -> None:
         given = [self.json is not None, self.json_object, self.regex is not None, self.grammar is not None,
@@ -46,7 +46,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, given: object) -> StructuredOutputs:
-        """Build from what a caller may pass: a StructuredOutputs, or a dict of its fields."""
+        """Convert what a caller may pass: a StructuredOutputs, or a dict of its fields."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
@@ -61,7 +61,7 @@ class StructuredOutputs:
 
 
 def _schema(given: object) -> object:
-    """Return a JSON schema given as text, a dict or a pydantic model."""
+    """Return as text or dict a JSON schema that is given as text, dict or pydantic model class."""
     if isinstance(given, str):
         return given
     if isinstance(given, Mapping):
@@ -89,19 +89,19 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    max_tokens: int | None = 16  # None: up to the context's end
+    max_tokens: int | None = 16  # None: up to the maximum context length
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None  # this many alternatives besides the sampled token; 0: the sampled token alone
+    logprobs: int | None = None  # number of alternatives besides the sampled token; 0: the sampled token only
     prompt_logprobs: int | None = None
-    prompt_logprobs_start: int = 0  # first prompt position told; what is before it may come from the cache
+    prompt_logprobs_start: int = 0  # first prompt position returned; positions before it may come from the cache
     detokenize: bool = True
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputs | None = None  # a dict of its fields is taken too
-    kv_coming: bool = False  # another engine stores the prompt's KV in a tier that both share: wait for it a moment
+    structured_outputs: StructuredOutputs | None = None  # a dict of its fields is accepted too
+    kv_coming: bool = False  # another engine is storing the prompt's KV in a shared tier: wait for it briefly
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -125,7 +125,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Return whether the next token's distribution depends on the tokens before it other than through the model."""
+        """Return whether sampling, not only the model, depends on the previous tokens."""
         return (self.structured_outputs is not None or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
                 or self.repetition_penalty != 1.0)
 

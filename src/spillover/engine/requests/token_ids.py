@@ -1,4 +1,4 @@
-"""Token ids as an array of int32: however long a prompt is, it is copied, sent and compared at the speed of memory."""
+"""Token ids as an array of int32, so that even long prompts are copied, sent and compared fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ else:
 
 
 def token_array(tokens: Sequence[SupportsIndex]) -> TokenIds:
-    """Return any integers as an array. struct.error: one of them is no integer, or does not fit."""
+    """Return integers of any type as an array; struct.error if one is not an integer or does not fit into 32 bits."""
     return array("i", struct.pack(f"{len(tokens)}i", *tokens))
 
 
@@ -26,5 +26,5 @@ def to_bytes(value: object) -> bytes:
 
 
 def from_bytes(kind: type, value: Any) -> Any:
-    """Read token ids from a message: msgspec's dec_hook, which is asked for every type that is not its own."""
+    """Read token ids from a message: msgspec's dec_hook, which is called for every type that msgspec does not know."""
     return array("i", value) if kind is array else value

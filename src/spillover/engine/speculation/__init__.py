@@ -1,1 +1,1 @@
-"""Speculation: tokens are guessed, verified beside everybody else's rows, and kept where the model samples the same."""
+"""Speculation: draft tokens are verified in the same steps as other rows, and accepted if the model samples them."""

@@ -1,8 +1,8 @@
-"""How often drafts were right, by request and position: what is expected of the next one.
+"""Statistics of how often draft tokens were right, by request and position, from which the next draft is predicted.
 
-Of each request and position three sums are kept, in which old outcomes fade: how often a draft got that far, how sure
-the drafter was of the tokens that it offered there, and how many of them were right. A request of which little is known
-is taken for the mean of all.
+Three fading sums are kept per request and position: how often a draft reached the position, the drafter's confidence in
+the tokens that it proposed there, and how many of these were right. A request with few outcomes is assumed to be like
+the mean of all requests.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-FADE = 0.9  # what is left of a request's sums after an outcome
-FADE_ALL = 0.99  # of those over all requests
-OWN_WEIGHT = 3.0  # outcomes of the mean that a request's own are added to
-DOUBT = 1.0  # outcomes that a position is taken to have had
-SURE = 0.98  # no token is surer than this
+FADE = 0.9  # factor by which the sums of a request fade per outcome
+FADE_ALL = 0.99  # factor by which the sums over all requests fade per outcome
+OWN_WEIGHT = 3.0  # weight of the mean of all requests, in outcomes, when it is combined with a request's outcomes
+DOUBT = 1.0  # weight of the previous position's ratio, in outcomes, as the prior of a position
+SURE = 0.98  # maximum chance of a token to be right
 
 Chances = npt.NDArray[np.float64]
 
 
 class Acceptance:
     def __init__(self, positions: int, slots: int = 64, hope: float = 0.0) -> None:
-        """Start counting. `hope`: how often drafts are taken to be right before anything is known of them."""
+        """Start counting. `hope`: assumed share of right draft tokens before anything is known."""
         self._hope = hope
         self._reached = np.zeros((slots, positions))
         self._offered = np.zeros((slots, positions))
         self._right = np.zeros((slots, positions))
-        self._all_reached = np.zeros(positions)  # over all requests
+        self._all_reached = np.zeros(positions)  # this and the next two: sums over all requests
         self._all_offered = np.zeros(positions)
         self._all_right = np.zeros(positions)
         self._free = list(range(slots - 1, -1, -1))
@@ -52,12 +52,12 @@ class Acceptance:
         self._free.append(slot)
 
     def note(self, slot: int, confidence: Sequence[float], right: int, cut: bool) -> None:
-        """Take in an outcome: the first `right` tokens offered were right. `cut`: the drafter would have offered more
-        than were tried, so that nothing is known of the position behind them."""
+        """Record an outcome: the first `right` proposed tokens were right. `cut`: the drafter would have proposed more
+        tokens than were tried, so nothing is known about the position after them."""
         self._noted.append((slot, confidence, right, cut))
 
     def _take_in(self) -> None:
-        """Add what was noted to the sums, those of many requests at once; of a request the last outcome counts."""
+        """Add the recorded outcomes to the sums, all requests at once; per request only the last outcome counts."""
         if not self._noted:
             return
         noted, self._noted = list({each[0]: each for each in self._noted}.values()), []
@@ -65,8 +65,8 @@ class Acceptance:
         slots, right = np.array([each[0] for each in noted]), np.array([each[2] for each in noted])
         sure = _padded([each[1] for each in noted], self._positions)
         count = np.array([min(len(each[1]), self._positions) for each in noted])
-        tried = np.minimum(right + 1, count)  # positions of which something is known
-        ended = (right >= count) & ~np.array([each[3] for each in noted])  # it got behind them, and nothing was offered
+        tried = np.minimum(right + 1, count)  # number of positions whose outcome is known
+        ended = (right >= count) & ~np.array([each[3] for each in noted])  # all right, and no further token proposed
         reached = positions < np.where(ended, count + 1, tried)[:, None]
         parts = (np.where(reached, 1.0, 0.0), np.where(positions < tried[:, None], sure, 0.0),
                  np.where(positions < np.minimum(right, count)[:, None], 1.0, 0.0))
@@ -78,14 +78,14 @@ class Acceptance:
             of_all += part.sum(axis=0)
 
     def survival(self, slots: Sequence[int]) -> Chances:
-        """Return the chance [requests, positions] that the next draft is right up to each position, if one is made."""
+        """Return the chance [requests, positions] that the next draft, if one is made, is right up to each position."""
         self._take_in()
         mean = _ratios(self._all_right, self._all_reached, self._hope)
         chances = (self._right[slots] + OWN_WEIGHT * mean) / (self._reached[slots] + OWN_WEIGHT)
         return np.cumprod(np.minimum(chances, SURE), axis=1, dtype=np.float64)
 
     def chances(self, slots: Sequence[int], confidence: Sequence[Sequence[float]]) -> Chances:
-        """Return the chance [requests, positions] that drafts at hand are right up to each position; 0 behind them."""
+        """Return the chance [requests, positions] that given drafts are right up to each position, 0 after it"""
         self._take_in()
         mean = _ratios(self._all_right, self._all_offered, self._hope)
         trust = (self._right[slots] + OWN_WEIGHT * mean) / (self._offered[slots] + OWN_WEIGHT)
@@ -94,8 +94,8 @@ class Acceptance:
 
 
 def _ratios(right: Chances, of: Chances, hope: float) -> Chances:
-    """Return right / of, where a position of which little is known is taken for the one before it, and the first for
-    `hope`."""
+    """Return right / of by position; a position with few outcomes is assumed to be like the previous one, and the first
+    one to have the ratio `hope`."""
     ratio, found = hope, list[float]()
     for hits, count in zip(right.tolist(), of.tolist(), strict=True):
         ratio = (hits + DOUBT * ratio) / (count + DOUBT)

@@ -1,4 +1,4 @@
-"""Chooses who drafts, and how the tokens of a model that drafts stand for those of the model that verifies."""
+"""Chooses the drafter, and the mapping between the vocabulary of a draft model and that of the target model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from spillover.models.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from spillover.memory.tiers.token_log import TokenLog
 
-PADDING = 1024  # ids that vocabularies of one family may differ by, for which there is no text
+PADDING = 1024  # maximum difference in size of vocabularies of one family: padding ids that have no text
 
 
 def make_drafter(config: SpeculativeConfig, vocab_size: int, tokens: TokenLog | None = None) -> Drafter:
-    """Make a drafter that needs no model. `tokens`: what was said before a restart, and where to keep what is said."""
+    """Make a drafter that needs no model. `tokens`: the log of earlier requests' tokens, kept across restarts."""
     if config.simulated:
         return SimulatedDrafter(config.simulated, vocab_size)
     if config.method == "ngram":
@@ -40,8 +40,8 @@ def make_drafter(config: SpeculativeConfig, vocab_size: int, tokens: TokenLog | 
 
 
 def draft_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, target_size: int) -> DraftVocabulary:
-    """Return how the tokens of the draft model at `path` stand for the `target_size` tokens of the model that
-    verifies."""
+    """Return the mapping between the `vocab_size` tokens of the draft model at `path` and the `target_size` tokens of
+    the target model, which verifies."""
     reduced = path / DRAFT_VOCAB_FILE
     if path.is_dir() and reduced.is_file():
         return ReducedVocabulary(_read_ids(reduced, vocab_size, target_size), target_size)
@@ -49,7 +49,7 @@ def draft_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, t
     if tokenizer is None or not has_own:
         if abs(vocab_size - target_size) > PADDING:
             raise SpilloverError(f"the draft model {path.name} has {vocab_size:,} tokens, the model {target_size:,}; "
-                                 "without both tokenizers nothing says which are the same, so choose another one")
+                                 "without both tokenizers it is unknown which are the same; choose another draft model")
         return _same(vocab_size, target_size)
     own = load_tokenizer(path)
     if own.backend.get_vocab(with_added_tokens=True) == tokenizer.backend.get_vocab(with_added_tokens=True):
@@ -60,7 +60,7 @@ def draft_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, t
 def _same(vocab_size: int, target_size: int) -> DraftVocabulary:
     if vocab_size >= target_size:
         return SameVocabulary(target_size)
-    # A request may name any id of the model's, also one that the draft model has no row for: its last one stands in.
+    # A request may have any id of the target model; ids that the draft model lacks are mapped to its last id.
     return ReducedVocabulary(np.arange(vocab_size - 1), target_size)
 
 

@@ -1,4 +1,4 @@
-"""How to speculate: vLLM's `--speculative-config` as JSON, or plain flags; checked before anything is loaded."""
+"""The configuration of speculation: vLLM's `--speculative-config` as JSON, or flags; checked before any loading."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from spillover.errors import SpilloverError, did_you_mean
 
 METHODS = ("ngram", "suffix", "substitute", "draft_model", "eagle3")
-WITH_MODEL = ("draft_model", "eagle3")  # methods that read a checkpoint of their own
-# A model drafts, so that drafts are real where acceptance is simulated.
+WITH_MODEL = ("draft_model", "eagle3")  # methods that read a separate checkpoint
+# Methods in which a model drafts: these also draft when acceptance is simulated.
 MODEL_METHODS = ("substitute", "draft_model", "eagle3")
 DEFAULT_TOKENS = {"ngram": 8, "suffix": 16, "substitute": 20, "draft_model": 4, "eagle3": 4}
 SUBSTITUTE_DTYPES = ("int4", "int8")
-MOST_TOKENS = 64  # of one draft
-LONGEST_MATCH = 64  # of n-gram look-up
+MOST_TOKENS = 64  # maximum tokens of a draft
+LONGEST_MATCH = 64  # maximum tokens of a match of n-gram lookup
 KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive",
         "substitute_dtype")
 _OTHER_DRAFTERS = ("eagle", "medusa", "mlp_speculator", "mtp", "dflash")
@@ -26,13 +26,13 @@ _OTHER_DRAFTERS = ("eagle", "medusa", "mlp_speculator", "mtp", "dflash")
 @dataclass(frozen=True)
 class SpeculativeConfig:
     method: str  # one of METHODS, or "simulated"
-    num_tokens: int  # the most of one draft
-    lookup_min: int = 3  # ngram: shortest match
-    lookup_max: int = 5  # ngram: longest match that is looked for
-    adaptive: bool = True  # False: always as many as there are, whatever they cost
-    simulated: tuple[float, ...] = ()  # share of drafts whose token at each position counts as accepted
-    substitute_dtype: str = "int4"  # substitute: what the copies of layers are rounded to
-    model: str | None = None  # draft_model, eagle3: a path or a name
+    num_tokens: int  # maximum tokens of a draft
+    lookup_min: int = 3  # ngram: minimum tokens of a match
+    lookup_max: int = 5  # ngram: maximum tokens of a match
+    adaptive: bool = True  # False: always verify all proposed tokens, whatever they cost
+    simulated: tuple[float, ...] = ()  # share of drafts accepted up to each position; (): acceptance is not simulated
+    substitute_dtype: str = "int4"  # substitute: type that the copies of layers are rounded to
+    model: str | None = None  # draft_model, eagle3: path or name of the model
 
     def __post_init__(self) -> None:
         if self.method not in METHODS and not self.simulated:
@@ -61,7 +61,7 @@ class SpeculativeConfig:
     @classmethod
     def of(cls, given: str | None, method: str | None, num_tokens: int | None, adaptive: bool,
            simulate: str | None, model: str | None = None) -> SpeculativeConfig | None:
-        """Return what the flags ask for; None: no speculation."""
+        """Return the configuration that the flags describe; None if they ask for no speculation."""
         if simulate is not None:
             named = given is not None or method is not None or model is not None
             drafting = cls.of(given, method, num_tokens if named else None, adaptive, None, model)
@@ -70,8 +70,8 @@ class SpeculativeConfig:
                 return cls("simulated", min(num_tokens or len(rates), len(rates)), adaptive=adaptive, simulated=rates)
             if drafting.method not in MODEL_METHODS:
                 other = "--speculative-config" if given is not None else "--speculative-method"
-                raise SpilloverError(f"--speculative-simulate and {other} {drafting.method} contradict each other: of "
-                                     "random weights nothing can be guessed but by a model, so give one of them")
+                raise SpilloverError(f"--speculative-simulate and {other} {drafting.method} contradict each other: "
+                                     "only a model can draft for random weights, so give one of them")
             return replace(drafting, num_tokens=min(drafting.num_tokens, len(rates)), simulated=rates)
         if given is not None:
             if method is not None or num_tokens is not None or model is not None:
@@ -104,7 +104,7 @@ class SpeculativeConfig:
         if method != "ngram" and (low is not None or high is not None):
             raise SpilloverError(f"prompt_lookup_min and prompt_lookup_max are of the method ngram, not of {method!r}: "
                                  "leave them out")
-        # As in vLLM, one of them alone is both.
+        # As in vLLM, if only one of them is given, the other has the same value.
         highest = _whole(fields, "prompt_lookup_max", cls.lookup_max if low is None else 0)
         lowest = _whole(fields, "prompt_lookup_min", cls.lookup_min if high is None else highest)
         highest = highest or lowest

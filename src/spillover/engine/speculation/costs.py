@@ -1,4 +1,4 @@
-"""What steps cost by their number of rows, learned while they run, and how many draft rows are worth it."""
+"""The cost of steps by their number of rows, learned while they run, and the number of draft rows that pays off."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from statistics import median_low
 import numpy as np
 import numpy.typing as npt
 
-KEPT = 7  # measurements of a size; their median counts, as one may have captured a graph or waited for a disk
-DOUBTED = 3.0  # times the most expected: a first measurement of a size above it compiled a kernel or captured a graph
-NEAR = 1.5  # times the rows up to which a step's cost says something of another's
-ROUNDS = 4  # until the best number of rows stays the same
+KEPT = 7  # measurements kept per size; their median counts, as one may include a graph capture or a wait for a disk
+DOUBTED = 3.0  # factor over the expected maximum above which a first measurement counts as compilation or capture
+NEAR = 1.5  # maximum ratio of two numbers of rows for which the cost of one says something about the other
+ROUNDS = 4  # maximum iterations until the best number of draft rows no longer changes
 
 Numbers = npt.NDArray[np.float64]
 
 
 class StepCosts:
-    """Seconds of a step by its rows; sizes between those that were measured are interpolated."""
+    """Seconds of a step by its number of rows; sizes between the measured ones are interpolated."""
 
     def __init__(self, below: StepCosts | None = None) -> None:
-        """Start without measurements. `below`: costs of another kind of steps, which say how those of sizes not
-        measured here grow."""
+        """Start without measurements. `below`: the costs of another kind of steps, from which growth beyond the sizes
+        measured here is extrapolated."""
         self._below = below
         self._measured: dict[int, deque[float]] = {}
-        self._doubted: set[int] = set()  # sizes whose first measurement was left out
+        self._doubted: set[int] = set()  # sizes whose first measurement was discarded
         self._curve: tuple[Numbers, Numbers] | None = None
 
     def __bool__(self) -> bool:
@@ -40,20 +40,20 @@ class StepCosts:
         self._curve = None
 
     def _most(self, rows: int) -> float:
-        """Return what a step costs at most, if each row costs as much as those of smaller steps; 0: nothing is
-        known."""
+        """Return an upper bound of a step's seconds, assuming that every row costs as much as in smaller steps; 0 if
+        nothing is known."""
         smaller = [size for size in self._measured if size <= rows]
         return self.at(rows) * (rows / max(smaller) if smaller else 1.0)
 
     def covers(self, rows: int) -> bool:
-        """Return whether a step of about as many rows was measured."""
+        """Return whether a step with a similar number of rows was measured."""
         return any(rows <= NEAR * size and size <= NEAR * rows for size in self._measured)
 
     def known(self, rows: int) -> bool:
         return _size(rows) in self._measured
 
     def seconds(self, rows: Numbers) -> Numbers:
-        """Return what steps of these rows cost; never less than smaller ones."""
+        """Return the seconds of steps with these numbers of rows, which never decrease with the number of rows."""
         if not self._measured:
             return self._below.seconds(rows) if self._below is not None else np.zeros_like(rows)
         sizes, costs = self._points()
@@ -63,9 +63,9 @@ class StepCosts:
         return inside
 
     def _growth(self, rows: Numbers, size: float, cost: float) -> Numbers:
-        """Return what steps of more than `size` rows, which cost `cost`, cost more than that, by steps of the other
-        kind. Where those that were measured are all larger, the cost rises evenly to the least of them: a step of a
-        prompt tells nothing of a few rows, which need not be free."""
+        """Return the seconds that steps of more than `size` rows take in addition to `cost`, those of `size` rows, from
+        the costs of the other kind of steps. If all its measured steps are larger, the cost rises linearly up to the
+        smallest of them: a prompt step says nothing about a few more rows, which need not be free."""
         assert self._below is not None
         least = self._below.smallest
         beyond = self._below.seconds(np.maximum(rows, least)) - self._below.at(int(max(size, least)))
@@ -76,7 +76,7 @@ class StepCosts:
 
     @property
     def smallest(self) -> float:
-        """Return the rows of the smallest step that was measured, here or of the other kind."""
+        """Return the number of rows of the smallest measured step, of this kind or the other."""
         own = float(min(self._measured, default=np.inf))
         return own if self._below is None or not self._below else min(own, self._below.smallest)
 
@@ -84,18 +84,18 @@ class StepCosts:
         return float(self.seconds(np.array([float(rows)]))[0])
 
     def with_drafts(self, rows: int, most: int) -> Numbers:
-        """Return what steps of `rows` and 0, 1, 2, ... up to `most` draft rows cost, but for their price."""
+        """Return the seconds of steps of `rows` plus 0, 1, 2, ... `most` draft rows, without the `price` of these."""
         return self.seconds(rows + np.arange(most + 1.0))
 
     def price(self, chances: Numbers) -> Numbers | float:
-        """Return what the first 0, 1, 2, ... of draft rows cost besides that are accepted by these chances."""
+        """Return the additional seconds of the first 0, 1, 2, ... draft rows, given their chances to be accepted."""
         return 0.0
 
     def _points(self) -> tuple[Numbers, Numbers]:
         if self._curve is None:
             sizes = sorted(self._measured)
             costs = [median_low(self._measured[size]) for size in sizes]
-            # A step costs no more than a larger one: what says otherwise was measured long ago, or disturbed.
+            # A step costs no more than a larger one: measurements that contradict this are old or were disturbed.
             falling = np.minimum.accumulate(np.array(costs)[::-1])
             self._curve = np.array(sizes, dtype=np.float64), falling[::-1]
         return self._curve
@@ -105,17 +105,17 @@ _SIZES: list[int] = [*range(1, 17), *(int(16 * 2 ** (step / 4)) for step in rang
 
 
 def _size(rows: int) -> int:
-    """Return the size that a step of `rows` counts as: itself, or from 16 on one of four between two powers of two."""
+    """Return the size class of a step of `rows`: `rows` itself up to 16, then one of four per power of two."""
     return _SIZES[min(bisect_left(_SIZES, rows), len(_SIZES) - 1)]
 
 
 def best_drafts(chances: Numbers, decodes: int, rows: int, speculating: StepCosts, plain: StepCosts,
                 most: int) -> tuple[int, float]:
-    """Return how many draft rows to verify, the likeliest first, and the gain in speed over a plain step.
+    """Return how many draft rows to verify, the likeliest first, and the speed relative to a plain step.
 
-    `chances`: of each draft row to be accepted, falling; `decodes`: requests that get a token anyhow; `rows`: of the
-    step without drafts; `most`: draft rows there is room for. A decoded token is worth what it costs in a plain step,
-    or less where speculation makes it cheaper.
+    `chances`: the chance of each draft row to be accepted, descending; `decodes`: requests that get a token in any
+    case; `rows`: rows of the step without drafts; `most`: maximum number of draft rows. A decoded token is worth its
+    cost in a plain step, or less if speculation makes it cheaper.
     """
     count = min(len(chances), most)
     seconds = speculating.with_drafts(rows, count) + speculating.price(chances[:count])
@@ -123,14 +123,14 @@ def best_drafts(chances: Numbers, decodes: int, rows: int, speculating: StepCost
 
 
 def plain_seconds(plain: StepCosts, decodes: int, rows: int) -> tuple[float, float]:
-    """Return what a plain step of `rows` costs, and one of `decodes` alone; 0 where nothing is known yet."""
+    """Return the seconds of a plain step of `rows`, and of one of `decodes` rows; 0 if nothing is known yet."""
     usual = plain.at(rows)
     return usual, usual if decodes == rows else plain.at(decodes) or usual
 
 
 def best_count(chances: Numbers, seconds: Numbers, decodes: int, plain: tuple[float, float]) -> tuple[int, float]:
-    """Do what `best_drafts` does, with what steps of 0, 1, 2, ... draft rows cost, their drafting included, and
-    `plain_seconds`."""
+    """Do the same as `best_drafts`. `seconds`: costs of steps with 0, 1, 2, ... draft rows, including the time to draft
+    them; `plain`: the result of `plain_seconds`."""
     usual, alone = plain
     if usual <= 0.0:
         return 0, 1.0

@@ -1,8 +1,8 @@
-"""What drafts of a model cost, and how many tokens to draft for each request before any of them is known.
+"""The cost of drafts made by a model, and the choice of how many tokens to draft for each request.
 
-A model drafts token by token, for many requests at once: a draft of K tokens takes K passes, and a pass serves those
-requests that still want a token. The first pass also takes in what was accepted last, and its call the way to the
-device and back, so it is measured apart from those that follow.
+A model drafts token by token, for many requests at once: a draft of K tokens takes K passes, and a pass serves the
+requests that still need a token. The first pass also computes the tokens accepted last and includes the latency of the
+call to the device, so it is measured separately from the later passes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from spillover.engine.speculation.costs import Numbers, StepCosts, best_count, plain_seconds
 
-_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # longest drafts that are weighed against each other
+_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # maximum draft lengths that are compared
 
 
 class DraftCosts:
-    """Seconds of draft passes by the requests that they serve."""
+    """Seconds of draft passes by the number of requests that they serve."""
 
     def __init__(self) -> None:
         self._first = StepCosts()
@@ -26,11 +26,11 @@ class DraftCosts:
 
     @property
     def most_known(self) -> int:
-        """Return up to which draft length something was measured: 0, 1 or any number (2)."""
+        """Return up to which draft length costs were measured: 0, 1, or 2 for any length."""
         return 0 if not self._first else 1 if not self._more else 2
 
     def note(self, counts: Sequence[int], seconds: float) -> None:
-        """Take in how long drafting this many tokens for each request took."""
+        """Record the seconds that drafting took. `counts`: number of draft tokens for each request."""
         passes = _passes(counts)
         if len(passes) == 1 or (len(passes) and not self._first):
             self._first.note(int(passes[0]), seconds / len(passes))
@@ -38,11 +38,11 @@ class DraftCosts:
             return
         first = float(self._first.seconds(passes[:1])[0])
         if self._first.known(int(passes[0])) and all(self._more.known(int(served)) for served in passes[1:]):
-            # Long drafts alone would never tell a first pass that became slower or faster: it did as the others did.
+            # Long drafts alone cannot show that the first pass changed speed: assume it changed like the others.
             first *= seconds / self.seconds(counts)
             self._first.note(int(passes[0]), first)
         rest = max(0.0, seconds - first)
-        if passes[1] == passes[-1]:  # they serve as many each
+        if passes[1] == passes[-1]:  # all later passes serve the same number of requests
             self._more.note(int(passes[1]), rest / (len(passes) - 1))
             return
         expected = self._more.seconds(passes[1:])
@@ -51,14 +51,14 @@ class DraftCosts:
             self._more.note(int(served), float(rest * shares[passes[1:] == served].mean()))
 
     def seconds(self, counts: Sequence[int]) -> float:
-        """Return what drafting this many tokens for each request is expected to take; 0 where nothing is known."""
+        """Return the expected seconds of drafting `counts` tokens for each request; 0 if nothing is known."""
         passes = _passes(counts)
         if not len(passes):
             return 0.0
         return float(self._first.seconds(passes[:1])[0] + self._more.seconds(passes[1:]).sum())
 
     def steps(self, positions: npt.NDArray[np.int64], requests: int) -> Numbers:
-        """Return what each token adds to the cost, if tokens at these positions of a draft are taken one by one."""
+        """Return the seconds that each token adds if tokens at these positions of drafts are added one by one."""
         served = np.arange(requests + 1.0)
         costs_of = [self._first.seconds(served), self._more.seconds(served)]
         added: Numbers = np.diff(np.where(served > 0, costs_of, 0.0), axis=1)
@@ -73,10 +73,10 @@ class DraftCosts:
 
 def best_counts(chances: Numbers, decodes: int, rows: int, speculating: StepCosts, plain: StepCosts, most: int,
                 drafting: DraftCosts) -> tuple[npt.NDArray[np.int64], float]:
-    """Return how many tokens to draft for each request, and the gain in speed over a plain step.
+    """Return how many tokens to draft for each request, and the speed relative to a plain step.
 
-    `chances` [requests, positions]: that a draft is right up to each position, falling; the rest as of `best_drafts`.
-    For each longest draft the likeliest tokens are taken first: one more request in a pass costs little beside a pass.
+    `chances` [requests, positions]: chance that a draft is right up to each position, descending; the rest as for
+    `best_drafts`. For each maximum length the likeliest tokens are taken first: another request in a pass is cheap.
     """
     requests, width = chances.shape
     flat = chances.ravel()
@@ -97,7 +97,7 @@ def best_counts(chances: Numbers, decodes: int, rows: int, speculating: StepCost
 
 
 def _passes(counts: Sequence[int]) -> Numbers:
-    """Return how many requests each pass serves."""
+    """Return the number of requests that each pass serves."""
     counted = np.asarray(counts, dtype=np.int64)
     longest = int(counted.max(initial=0))
     served: Numbers = (counted[:, None] > np.arange(longest)).sum(axis=0).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Turns items of a step that decode into items that verify drafts, in the room that all others left."""
+"""Turns decode items of a step into items that verify drafts, within the room that the step's other items leave."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class DraftItems:
         self._speculator = speculator
 
     def add(self, items: list[StepItem], requests: Mapping[int, Request], num_running: int) -> None:
-        """Add drafts to the items of requests whose newest token is known. Nobody loses a block for a draft:
-        `num_running` requests may each need one."""
+        """Add drafts to the items of requests whose newest token is known. Drafts leave one free block for each of the
+        `num_running` requests, which may need it."""
         decoding = [index for index, item in enumerate(items) if item.phase is Phase.DECODE]
         places, candidates = [], []
         for index in decoding:
@@ -45,7 +45,7 @@ class DraftItems:
                 items[index] = self._verifying(candidate.request, items[index], draft, num_running)
 
     def _most(self, request: Request) -> int:
-        """Return how many tokens may be drafted for a request just taken: all of them may be accepted, and one more."""
+        """Return how many tokens may be drafted for a scheduled request, which may get all of them and one more."""
         if request.long or request.restoring or len(request.token_ids) == request.num_prompt:
             return 0
         known, limit = len(request.token_ids), request.params.max_tokens
@@ -55,7 +55,7 @@ class DraftItems:
         return min(self._speculator.most_tokens, left - 1)
 
     def _verifying(self, request: Request, item: StepItem, draft: tuple[int, ...], num_running: int) -> StepItem:
-        """Return the item with as much of a draft as there are blocks for that nobody else is about to need."""
+        """Return the item with the part of a draft that fits into blocks which no other request is about to need."""
         draft = draft[:self._room(request, item.end, len(draft), num_running)]
         mask = item.mask
         if request.grammar is not None:
@@ -71,8 +71,8 @@ class DraftItems:
             new_blocks=tuple(tuple(table[item.first_block:]) for table in tables))
 
     def _room(self, request: Request, end: int, count: int, num_running: int) -> int:
-        """Take blocks for up to `count` tokens behind `end`, of those that nobody else is about to need; return for how
-        many of the tokens there are blocks."""
+        """Allocate blocks for up to `count` tokens after position `end`, except blocks that other requests are about to
+        need; return for how many of the tokens there are blocks."""
         kv, id = self._kv, request.request_id
         spare = kv.num_free - num_running * self._config.num_groups
         if kv.blocks_needed(id, end + count) <= spare and kv.extend(id, end + count, urgent=False):

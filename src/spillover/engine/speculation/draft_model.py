@@ -1,8 +1,8 @@
-"""A draft model: a smaller one drafts, with weights, KV blocks and a prefix cache of its own.
+"""A drafter that is a smaller model, with separate weights, KV blocks and prefix cache.
 
-KV that it lacks (of a new request, of a prefix that the other model found in its cache or in another tier, of tokens
-decoded while nothing was drafted) is computed first, some rows in each round; until then the request has no draft. So
-nothing is ever drafted from KV that was not computed.
+KV that it lacks (of a new request, of a prefix that the target model found in its cache or in another tier, of tokens
+decoded while nothing was drafted) is computed first, some rows per round; until then the request gets no draft. So
+drafts are only made from complete KV.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from spillover.engine.loop import StepRunner
     from spillover.engine.requests.request import Request
 
-FEW_ROWS = 8  # of one request that go into the step that drafts its first token
+FEW_ROWS = 8  # maximum missing rows of a request that are computed in the step that drafts its first token
 
 
 class DraftModel:
-    """Drafts with a runner of its own; `close` ends that too."""
+    """Drafts with a separate runner, which `close` closes too."""
 
     sequential = True
 
     def __init__(self, runner: StepRunner, blocks: OwnBlocks, vocabulary: DraftVocabulary,
                  max_num_batched_tokens: int, expected: tuple[float, ...] | None = None) -> None:
-        """Make the drafter. `expected`: as `Drafter` says."""
+        """Make the drafter. `expected`: see `Drafter.expected`."""
         self.expected = expected
         self.runner = runner
         self.blocks = blocks
@@ -39,16 +39,16 @@ class DraftModel:
 
     @property
     def passes(self) -> Sequence[int]:
-        """Return how many passes the last call took for each request; 0: its KV is not complete yet."""
+        """Return the number of passes of the last call for each request; 0 if the request's KV is not complete yet."""
         return self._drafter.passes
 
     @property
     def caught_up(self) -> int:
-        """Return of how many tokens the last call computed KV that was missing."""
+        """Return the number of tokens whose missing KV the last call computed."""
         return self._drafter.caught_up
 
     def missing(self, request: Request) -> int:
-        """Return of how many tokens KV is still to be computed before drafts are made."""
+        """Return the number of tokens whose KV must be computed before the request can be drafted for."""
         side = self._vocabulary.side(request)
         return max(0, len(side.token_ids) - 1 - FEW_ROWS - self.blocks.num_known(side))
 
@@ -69,7 +69,7 @@ class DraftModel:
         self.blocks.kv.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Give device memory back: weights go to the host, and KV is forgotten."""
+        """Free device memory: weights move to the host, and all KV is dropped."""
         self.blocks.forget()
         self.runner.sleep([])
 
@@ -81,7 +81,7 @@ class DraftModel:
 
 
 class _Chunked(RunnerDrafter):
-    """Computes missing KV some rows at a time."""
+    """A RunnerDrafter that computes missing KV a limited number of rows per round."""
 
     passes: Sequence[int] = ()
     caught_up = 0
@@ -93,7 +93,7 @@ class _Chunked(RunnerDrafter):
         return found
 
     def _catch_up(self, drafting: Sequence[Drafting]) -> list[Drafting]:
-        left = self._max_num_batched_tokens - len(drafting)  # of the first step, which has a row of everybody
+        left = self._max_num_batched_tokens - len(drafting)  # free rows of the first step: every request needs one
         chunk = min(CATCH_UP_ROWS, self._max_num_batched_tokens)
         ready, items = [], []
         for row in drafting:

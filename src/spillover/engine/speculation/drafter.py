@@ -1,4 +1,4 @@
-"""What proposes tokens. A drafter may be wrong as often as it likes: what it costs is time, never the text."""
+"""The interface of drafters, which propose tokens. Wrong drafts cost only time and never change the output."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ if TYPE_CHECKING:
 
 
 class Draft(NamedTuple):
-    """Tokens that may come next, and for each how sure the drafter is that it does if those before it did."""
+    """Proposed next tokens, and for each the drafter's confidence that it is right if all tokens before it are."""
 
     tokens: tuple[int, ...] = ()
-    confidence: tuple[float, ...] = ()  # as many, above 0 and at most 1
+    confidence: tuple[float, ...] = ()  # one value per token, above 0 and at most 1
 
 
 NOTHING = Draft()
 
 
 class Drafter(Protocol):
-    """Proposes for requests whose newest token is known.
+    """Proposes drafts for requests whose newest token is known.
 
-    It may read a request's own tokens, and what it kept of others with the same `cache_salt`; never of another salt.
+    It may use a request's tokens and data kept from requests with the same `cache_salt`, never of a different salt.
     """
 
     @property
     def sequential(self) -> bool:
-        """Return whether each token of a draft takes a pass of a model, so that its length is to be chosen before, and
-        no draft is made only to be compared."""
+        """Return whether each draft token takes a pass of a model: then draft lengths are chosen before drafting, and
+        no drafts are made only for statistics."""
         ...
 
     @property
     def expected(self) -> tuple[float, ...] | None:
-        """Return the share of drafts accepted up to each position, where that is known beforehand."""
+        """Return the share of drafts accepted up to each position if it is known beforehand, else None."""
         ...
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
@@ -41,7 +41,7 @@ class Drafter(Protocol):
         ...
 
     def end(self, request: Request) -> None:
-        """Forget a request that has ended; its tokens may be kept, to draft for other requests of its salt."""
+        """Drop the state of a finished request; its tokens may be kept, to draft for other requests of its salt."""
         ...
 
 

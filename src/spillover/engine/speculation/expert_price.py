@@ -1,9 +1,9 @@
-"""What a draft row costs where experts are paged: the experts that it asks for and that are not on the device.
+"""The cost of a draft row if experts are paged: that of its experts which are not on the device.
 
-A verify step fetches what all of its rows ask for. What an accepted row fetched would have been fetched by the steps
-that it replaces; what a wasted row fetched is lost, and a wasted token is routed to other experts than those in use. So
-a row is priced by its chance: `seconds per expert * (chance * experts of an accepted row + (1 - chance) * experts of a
-wasted one)`. All three are learned while steps run; the first begins at what the measured link says.
+A verify step fetches the experts of all its rows. Those of an accepted row would have been fetched by the steps that it
+replaces; those of a rejected (wasted) row are useless, and its token is routed to experts that are not in use. So the
+price of a row depends on its chance to be accepted: `seconds per expert * (chance * experts of an accepted row + (1 -
+chance) * experts of a wasted row)`. All three are learned while steps run; the first starts at the measured link rate.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from spillover.engine.speculation.costs import DOUBTED, Numbers, StepCosts
 from spillover.engine.step import Phase, Step
 from spillover.engine.weights.traffic import WeightTraffic
 
-FADE = 0.97  # what is left of sums after a step
-PRIOR_STEPS = 2.0  # that both kinds of rows are taken to have fetched as much as a decoded one
-PRIOR_EXPERTS = 64.0  # squared experts for which the link's word counts
-MOST_OF_LINK = 4.0  # times what the link says that an expert takes at most
-MOSTLY_PLAIN = 16  # decoded rows for each drafted one from which what all fetched is taken for that of decoded rows
+FADE = 0.97  # factor by which sums fade per step
+PRIOR_STEPS = 2.0  # weight, in steps, of the prior that accepted and wasted rows fetch as much as decoded ones
+PRIOR_EXPERTS = 64.0  # weight, in squared experts, of the link rate as the prior of the seconds per expert
+MOST_OF_LINK = 4.0  # maximum seconds per expert, as a multiple of those by the link rate
+MOSTLY_PLAIN = 16  # decoded rows per draft row from which all fetches are attributed to decoded rows
 
 
 class ExpertPrice:
     def __init__(self, traffic: Callable[[], WeightTraffic], link_rate: float | None = None) -> None:
-        """Start measuring. `traffic`: counts so far, which wait for a step that runs; `link_rate`: bytes a second."""
+        """Start measuring. `traffic`: returns the counts, after waiting for a running step; `link_rate`: bytes/s."""
         self._traffic = traffic
         self._link_rate = link_rate
         self._seen = traffic()
-        self._rows = 0  # decoded since the counts were read, by steps without drafts
-        self._steps = 0  # that decoded them
-        self._prefilled = False  # since then
-        self._plain = [0.0, 0.0]  # experts and rows of steps without drafts, fading
-        self._products = np.zeros((2, 2))  # of (accepted, wasted) rows of a step with itself, fading
-        self._fetched = np.zeros(2)  # and with the experts that the step fetched for its drafts
-        self._open: tuple[int, float] | None = None  # drafted rows of the last step, and experts for them
-        self._accepted = 0  # of these, as told so far
-        self._means: dict[int, tuple[float, float]] = {}  # by rows of a step with drafts: experts, seconds
-        self._spread = [0.0, 0.0]  # squares of experts about their mean, and their products with seconds
+        self._rows = 0  # rows decoded by steps without drafts since the counts were read
+        self._steps = 0  # number of these steps
+        self._prefilled = False  # whether a step had prefill since the counts were read
+        self._plain = [0.0, 0.0]  # fading sums of experts fetched and of rows, of steps without drafts
+        self._products = np.zeros((2, 2))  # fading sum of outer products of a step's (accepted, wasted) rows
+        self._fetched = np.zeros(2)  # fading sum of (accepted, wasted) rows times experts fetched for the drafts
+        self._open: tuple[int, float] | None = None  # (draft rows of the last step, experts fetched for them)
+        self._accepted = 0  # rows of these that are known to be accepted so far
+        self._means: dict[int, tuple[float, float]] = {}  # rows of a step with drafts -> mean (experts, seconds)
+        self._spread = [0.0, 0.0]  # fading sums: squared deviation of experts, and its product with that of seconds
 
     def observe(self, step: Step, seconds: float, idle: bool) -> float:
-        """Take in a step that has ended, and return how much of it its draft rows' experts took. `idle`: no other step
-        runs."""
+        """Process a completed step; return the seconds that the experts of its draft rows took. `idle`: whether no
+        other step runs."""
         self._settle()
-        begins = self._prefilled and not step.has_prefill  # what follows is read apart from what prompts fetched
+        begins = self._prefilled and not step.has_prefill  # read counts now, to separate prompts from later steps
         drafted = sum(len(item.draft) for item in step.items)
         decoded = sum(item.phase is not Phase.PREFILL for item in step.items)
         self._prefilled |= step.has_prefill
@@ -57,14 +57,14 @@ class ExpertPrice:
         fetched = _missing(now) - _missing(self._seen)
         self._seen, rows, steps, prefilled = now, self._rows, self._steps, self._prefilled
         self._rows, self._steps, self._prefilled = 0, 0, False
-        if prefilled:  # what prompts fetch says nothing of decoding
+        if prefilled:  # experts that prompts fetch say nothing about decode
             return 0.0
         if rows >= MOSTLY_PLAIN * drafted:
-            # While steps overlap the counts are not read, so this may span hundreds of them, and routing have changed.
+            # Counts are not read while steps overlap, so they may cover hundreds of steps with changing routing.
             fade = FADE ** steps
             self._plain = [fade * self._plain[0] + fetched, fade * self._plain[1] + rows]
             return 0.0
-        if rows:  # steps without drafts were not read apart from this one
+        if rows:  # the counts also cover steps without drafts
             return 0.0
         self._learn_seconds(decoded + drafted, fetched, seconds)
         extra = max(0.0, fetched - self.plain_experts * decoded)
@@ -72,7 +72,7 @@ class ExpertPrice:
         return min(extra * self.expert_seconds, seconds)
 
     def verified(self, accepted: int) -> None:
-        """Note how many of a request's draft rows of the last step were accepted."""
+        """Record how many of a request's draft rows of the last step were accepted."""
         self._accepted += accepted
 
     def cumulative(self, chances: Numbers) -> Numbers:
@@ -83,19 +83,19 @@ class ExpertPrice:
 
     @property
     def plain_experts(self) -> float:
-        """Return the experts that a decoded row fetches."""
+        """Return the mean number of experts that a decoded row fetches."""
         return self._plain[0] / self._plain[1] if self._plain[1] else 0.0
 
     @property
     def row_experts(self) -> tuple[float, float]:
-        """Return the experts that an accepted and a wasted draft row fetch."""
+        """Return the estimated number of experts that an accepted and a wasted draft row fetch."""
         prior = self.plain_experts
         fitted = np.linalg.solve(self._products + PRIOR_STEPS * np.eye(2), self._fetched + PRIOR_STEPS * prior)
         return max(0.0, float(fitted[0])), max(0.0, float(fitted[1]))
 
     @property
     def expert_seconds(self) -> float:
-        """Return what one expert more takes in a step."""
+        """Return the seconds that each further expert adds to a step."""
         squares, products = self._spread
         if self._link_rate is None or not self._seen.fetches:
             return max(0.0, products / (squares + PRIOR_EXPERTS))
@@ -104,7 +104,7 @@ class ExpertPrice:
         return min(max(0.0, fitted), MOST_OF_LINK * told)
 
     def _settle(self) -> None:
-        """Take in the last step's outcomes."""
+        """Add the outcomes of the last step to the sums."""
         if self._open is not None:
             drafted, extra = self._open
             rows = np.array([float(self._accepted), float(drafted - self._accepted)])
@@ -113,9 +113,9 @@ class ExpertPrice:
         self._open, self._accepted = None, 0
 
     def _learn_seconds(self, rows: int, fetched: float, seconds: float) -> None:
-        """Compare a step with others of as many rows."""
+        """Learn the seconds per expert by comparing a step with others of the same number of rows."""
         mean = self._means.get(rows)
-        if mean is not None and mean[1] > DOUBTED * seconds:  # one that compiled a kernel or captured a graph
+        if mean is not None and mean[1] > DOUBTED * seconds:  # the mean includes a compilation or graph capture
             mean = None
         if mean is not None:
             apart, longer = fetched - mean[0], seconds - mean[1]
@@ -125,7 +125,7 @@ class ExpertPrice:
 
 
 class PricedCosts(StepCosts):
-    """Seconds of steps with drafts, of which the experts of draft rows are priced apart."""
+    """Seconds of steps with drafts, in which the experts of draft rows are priced separately."""
 
     def __init__(self, price: ExpertPrice, below: StepCosts | None = None) -> None:
         super().__init__(below)
@@ -136,6 +136,6 @@ class PricedCosts(StepCosts):
 
 
 def _missing(traffic: WeightTraffic) -> int:
-    """Return the experts that were asked for and not on the device; an idle host computes some of them, as fast as the
-    link brings others."""
+    """Return the number of experts that were needed and not on the device; the host computes some of them, as fast as
+    the link copies others."""
     return traffic.expert_misses + traffic.expert_hosted

@@ -1,8 +1,8 @@
-"""A drafter that is a head of the runner's own model: its state lies in the requests' KV blocks, and the runner keeps
-what a draft begins with. All that is told here is where a draft begins, how long it may be and which blocks are new.
+"""A drafter that is a head of the runner's model: its state is in the requests' KV blocks, and the runner keeps the
+hidden states that drafts begin with. This file only says where a draft begins, its length and the new blocks.
 
-Nobody waits for the drafts where only the step that verifies them needs the tokens: a device keeps them, and that step
-is made while the head still drafts.
+If only the step that verifies the drafts needs their tokens, they stay on the device, and the step is prepared while
+the head still drafts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class DraftingRunner(Protocol):
     def draft(self, items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
-        """Return draft tokens for each item; none for requests of which nothing was computed yet."""
+        """Return draft tokens for each item; () for requests whose last step did not compute the position before."""
         ...
 
 
@@ -28,9 +28,9 @@ class HeadDrafter:
     sequential = True  # each token takes a pass of the head
 
     def __init__(self, runner: DraftingRunner, kv: KVCache, expected: tuple[float, ...] | None = None) -> None:
-        """Make the drafter. `expected`: as `Drafter` says."""
+        """Make the drafter. `expected`: see `Drafter.expected`."""
         self.expected = expected
-        self.running: Callable[[], float] | None = None  # as `DraftsAhead` says
+        self.running: Callable[[], float] | None = None  # see `DraftsAhead.running`
         self._runner = runner
         self._kv = kv
 
@@ -47,16 +47,16 @@ class HeadDrafter:
         return drafts
 
     def end(self, request: Request) -> None:
-        """Do nothing: what is known of a request goes with its blocks."""
+        """Do nothing: the state of a request is in its blocks and is freed with them."""
 
     def _item(self, request: Request, most: int) -> DraftItem:
-        """Return what to ask for: as many tokens as there are slots in the blocks that the scheduler has taken."""
+        """Return the item of a request, limited to the slots in the blocks that the scheduler has allocated."""
         start, size = len(request.token_ids) - 1, self._kv.block_size
         table = self._kv.table(request.request_id)
-        first = start // size  # blocks before it were told when their positions were computed
+        first = start // size  # earlier blocks were sent to the runner when their positions were computed
         return DraftItem(request.run_id, start, min(most, len(table) * size - start), first, tuple(table[first:]))
 
 
 def _needs_tokens(request: Request) -> bool:
-    """Return whether the step that verifies a draft is made from its tokens: their masks, or what was said before."""
+    """Return whether preparing the verify step needs the draft tokens: for grammar masks, or for penalties."""
     return request.grammar is not None or request.params.needs_history

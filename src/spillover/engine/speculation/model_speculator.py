@@ -1,7 +1,7 @@
-"""Decides how much to draft where a model drafts: each token of a draft costs a pass, so the choice comes first.
+"""Decides how much to draft if a model drafts: each draft token costs a pass, so draft lengths are chosen beforehand.
 
-Nothing is drafted for the statistics alone, as that would take the device's time: a drafter is taken to be fairly good
-until it was tried, and where it does not pay it is tried again on running requests, in at most PROBE_SHARE of the time.
+Nothing is drafted only for statistics, as that would take device time: a drafter is assumed to be fairly good until it
+was tried; if it does not pay off, it is tried again on running requests, for at most PROBE_SHARE of the time.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from spillover.engine.step import Step
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
 
-HOPE = 0.6  # share of tokens that are taken to be right before one was tried
-UNSETTLED = 64  # choices that are made anew in each step, as what they bring still tells much of costs
-SHORT_DRAFTS = 4  # of one token at first, of which the first is not measured: it compiles, and touches new memory
-TRIAL_DRAFT = 4  # tokens of a draft that is made though it seems not to pay
-TRIAL_REQUESTS = 8  # that such drafts are made for
-USUAL_OUTPUT = 128.0  # tokens that a request is expected to bring before one has ended
-OUTPUT_WEIGHT = 0.1  # of what came last in such a mean
-LEAST_TO_COME = 16  # tokens that any request is expected to bring still
+HOPE = 0.6  # assumed share of accepted draft tokens before any was tried
+UNSETTLED = 64  # number of choices after which they are kept; until then every step chooses again, to learn costs
+SHORT_DRAFTS = 4  # number of initial drafts of one token; the first is not measured: it compiles and touches new memory
+TRIAL_DRAFT = 4  # tokens per draft in a trial, which drafts although it seems not to pay off
+TRIAL_REQUESTS = 8  # maximum number of requests that a trial drafts for
+USUAL_OUTPUT = 128.0  # expected output tokens of a request before any request has finished
+OUTPUT_WEIGHT = 0.1  # weight of the latest value in a moving average
+LEAST_TO_COME = 16  # fewest further output tokens that are expected of any request
 
 
 @runtime_checkable
 class CatchesUp(Protocol):
-    """A drafter that has to compute something of a request before it can draft for it."""
+    """A drafter that has to compute KV of a request before it can draft for it."""
 
     @property
     def passes(self) -> Sequence[int]:
-        """Return how many passes the last call took for each request; 0: it is not ready yet."""
+        """Return the number of passes that the last call took for each request; 0 if the request is not ready yet."""
         ...
 
     @property
     def caught_up(self) -> int:
-        """Return how many tokens the last call computed so that requests become ready."""
+        """Return the number of tokens that the last call computed to make requests ready."""
         ...
 
     def missing(self, request: Request) -> int:
-        """Return how many tokens are still to be computed."""
+        """Return the number of tokens that are still to be computed."""
         ...
 
 
 @runtime_checkable
 class DraftsAhead(Protocol):
-    """A drafter whose drafts may still be made when it hands them out, for the next step to verify."""
+    """A drafter that may return drafts while the device still computes them, for the next step to verify."""
 
     @property
     def running(self) -> Callable[[], float] | None:
-        """Return what tells how long the last drafts took, once that step has ended; None: they have ended."""
+        """Return a function that gives the last drafts' seconds after the next step; None: they have completed."""
         ...
 
 
@@ -74,15 +74,15 @@ class ModelSpeculator(AdaptiveSpeculator):
         self._catches_up = drafter if isinstance(drafter, CatchesUp) else None
         self._drafts_ahead = drafter if isinstance(drafter, DraftsAhead) else None
         self._drafting = DraftCosts()
-        self._choice: tuple[object, list[int]] | None = None  # for whom and beside what, and the tokens to draft
-        self._num_choices = 0  # up to UNSETTLED
-        self._measured: tuple[Sequence[int], float] | None = None  # passes and seconds that are not noted yet
-        self._drafted = 0  # calls that drafted, up to SHORT_DRAFTS
-        self._ready: set[Request] = set()  # of the last call, those that drafts could be made for
-        self._tried_worth = 0.0  # seconds that a token accepted in the last step is worth, if that was a trial
-        self._token_seconds = 0.0  # of a token that was missing; 0: not known
+        self._choice: tuple[object, list[int]] | None = None  # (arguments of the choice, tokens to draft per candidate)
+        self._num_choices = 0  # number of choices made, counted up to UNSETTLED
+        self._measured: tuple[Sequence[int], float] | None = None  # passes and seconds that are not recorded yet
+        self._drafted = 0  # number of calls that drafted, counted up to SHORT_DRAFTS
+        self._ready: set[Request] = set()  # requests of the last call that drafts could be made for
+        self._tried_worth = 0.0  # seconds that a token accepted in the last step is worth if it was a trial, else 0
+        self._token_seconds = 0.0  # seconds to compute a missing token; 0: not known
         self._usual_output = USUAL_OUTPUT
-        self._left_out: dict[Request, int] = {}  # not worth to be caught up with, by the output when that was decided
+        self._left_out: dict[Request, int] = {}  # requests not worth catching up -> output tokens when that was decided
 
     def _gain(self, survival: Numbers, rows: int) -> float:
         return best_counts(survival, len(survival), rows, self._speculating, self._plain, self._room(rows),
@@ -93,7 +93,7 @@ class ModelSpeculator(AdaptiveSpeculator):
         return super()._pays(running)
 
     def _asked(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[int]:
-        # The device waits for this, so a choice is kept until it is decided again whether to draft at all.
+        # The device waits for this choice, so it is kept until _pays decides again whether to draft at all.
         beside = (tuple(candidates), decodes, rows, room)
         if self._choice is not None and self._choice[0] == beside and not self._trial:
             return self._choice[1]
@@ -106,7 +106,7 @@ class ModelSpeculator(AdaptiveSpeculator):
             counts = chosen.tolist() if gain > 1 else [0] * len(candidates)
             self._leave_out(candidates, counts, gain, decodes)
         if self._drafted < SHORT_DRAFTS or self._drafting.most_known < 2:
-            # Of what was never measured, little is tried at first.
+            # While costs are not measured, drafts are short.
             limit = (1, TRIAL_DRAFT)[self._drafting.most_known] if self._drafted == SHORT_DRAFTS else 1
             return [min(count, limit) for count in counts]
         if not self._trial and self._catches_up is None:
@@ -115,16 +115,16 @@ class ModelSpeculator(AdaptiveSpeculator):
         return counts
 
     def _kept(self, found: Sequence[tuple[Candidate, Draft]], decodes: int, rows: int, room: int) -> list[int]:
-        """Keep drafts whole but in a trial: when they were asked for as much was known of them as now."""
+        """Keep whole drafts except in a trial: their lengths were chosen with the same knowledge as now."""
         if self._trial:
             return super()._kept(found, decodes, rows, room)
         return [len(draft.tokens) for _, draft in found]
 
     def _leave_out(self, candidates: Sequence[Candidate], counts: list[int], gain: float, decodes: int) -> None:
-        """Set counts to 0 for requests of which more is missing than drafts are expected to save in what is to come."""
+        """Set counts to 0 for requests whose missing tokens cost more time than drafts are expected to save."""
         if self._catches_up is None or not self._token_seconds:
             return
-        saved = self._plain.at(decodes) / decodes * (1 - 1 / gain)  # a token
+        saved = self._plain.at(decodes) / decodes * (1 - 1 / gain)  # seconds saved per output token
         for index, candidate in enumerate(candidates):
             request = candidate.request
             missing = self._catches_up.missing(request) * self._token_seconds if counts[index] else 0.0
@@ -133,7 +133,7 @@ class ModelSpeculator(AdaptiveSpeculator):
                 counts[index] = 0
 
     def _to_come(self, request: Request) -> float:
-        """Return how many tokens a request is expected to bring: what is usual, or half of what it brought."""
+        """Return the expected number of further output tokens: up to the usual output, or half of the output so far."""
         expected = max(self._usual_output - request.num_output, request.num_output / 2, LEAST_TO_COME)
         most = request.params.max_tokens
         return expected if most is None else min(expected, most - request.num_output)
@@ -147,7 +147,7 @@ class ModelSpeculator(AdaptiveSpeculator):
         return survival
 
     def end(self, request: Request) -> None:
-        self._choice = None  # it names the request
+        self._choice = None  # the choice refers to the request
         self._left_out.pop(request, None)
         self._ready.discard(request)
         if request.num_output > 0:
@@ -155,7 +155,7 @@ class ModelSpeculator(AdaptiveSpeculator):
         super().end(request)
 
     def _trial_counts(self, candidates: Sequence[Candidate], room: int) -> list[int]:
-        """Return short drafts for a few of the candidates, others every time."""
+        """Return draft lengths of a trial: short drafts for a few candidates, chosen in turn."""
         counts = [0] * len(candidates)
         for _ in range(min(TRIAL_REQUESTS, len(candidates))):
             self._turn = (self._turn + 1) % len(candidates)
@@ -164,10 +164,10 @@ class ModelSpeculator(AdaptiveSpeculator):
         return counts
 
     def _try_again(self, survival: Numbers) -> bool:
-        """Return whether to draft though it seems not to pay: when the time that it costs has been saved up."""
+        """Return whether to run a trial although drafting seems not to pay off: once its time has been saved up."""
         if not self._trial and self._credit > 0:
             self._trial = 1
-            # Where rows fetch experts, one of each request tells enough.
+            # If draft rows fetch experts, one row per request is informative enough.
             self._trial_rows = TRIAL_REQUESTS * (TRIAL_DRAFT if self._price is None else 1)
         return self._trial > 0
 
@@ -184,7 +184,7 @@ class ModelSpeculator(AdaptiveSpeculator):
             self._measured = ahead.passes, ahead.seconds()
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
-        """Take in an outcome; what a trial brought makes the next one come sooner."""
+        """Record an outcome; tokens accepted in a trial bring the next trial forward."""
         self._credit = min(MOST_CREDIT, self._credit + accepted * self._tried_worth)
         super().verified(request, drafted, accepted)
 
@@ -203,7 +203,7 @@ class ModelSpeculator(AdaptiveSpeculator):
             passes, caught_up = self._catches_up.passes, self._catches_up.caught_up
         self._ready = {candidate.request for candidate, count in zip(candidates, passes, strict=True) if count}
         if running is not None:
-            self._draft_seconds -= seconds  # they are part of what the device will tell
+            self._draft_seconds -= seconds  # the device's measurement will include them
             self._ahead = Ahead(passes, running)
         elif caught_up:
             each = max(0.0, seconds - self._drafting.seconds(passes)) / caught_up
@@ -213,13 +213,13 @@ class ModelSpeculator(AdaptiveSpeculator):
         return found
 
     def _nothing(self, request: Request, slot: int) -> None:
-        """Note that passes brought nothing; who was not ready yet says nothing of the drafts."""
+        """Record that no draft was made for a request, unless the request was not ready yet."""
         self._choice = None
         if request in self._ready:
             super()._nothing(request, slot)
 
     def probe(self, running: Sequence[Request]) -> None:
-        """Note what was measured, now that the device computes; draft nothing that nobody verifies."""
+        """Record the last measurement while the device computes; do not draft anything."""
         if self._measured is not None:
             if self._drafted:
                 self._drafting.note(*self._measured)

@@ -1,6 +1,6 @@
-"""Prompt look-up: where the last tokens occurred before in the same request, what followed them is the draft.
+"""Prompt lookup: if the last tokens occurred before in the same request, the tokens that followed them are the draft.
 
-Nothing is kept: one pass over the tokens finds all earlier occurrences of the last one, and each further token that is
+No index is kept: one pass over the tokens finds all earlier occurrences of the last one, and each further token that is
 compared leaves fewer of them.
 """
 
@@ -17,7 +17,7 @@ from spillover.engine.speculation.drafter import NOTHING, Draft
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
 
-SEARCHED = 1 << 15  # tokens, the last ones of a request
+SEARCHED = 1 << 15  # maximum number of last tokens of a request that are searched
 
 Tokens = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.int64]
@@ -28,7 +28,7 @@ class NgramDrafter:
     sequential = False
 
     def __init__(self, shortest: int, longest: int) -> None:
-        """Draft where at least `shortest` of the last tokens occurred before; up to `longest` of them are compared."""
+        """Make the drafter. `shortest`: minimum tokens of a match; `longest`: maximum tokens that are compared."""
         self._shortest = shortest
         self._longest = longest
 
@@ -36,7 +36,7 @@ class NgramDrafter:
         return [self._draft(np.frombuffer(request.token_ids, np.int32), most) for request, most in asked]
 
     def end(self, request: Request) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing: the drafter keeps no state."""
 
     def _draft(self, tokens: Tokens, most: int) -> Draft:
         length, found = longest_matches(tokens, self._longest)
@@ -47,7 +47,7 @@ class NgramDrafter:
 
 
 def longest_matches(tokens: Tokens, longest: int) -> tuple[int, Positions]:
-    """Return how many of the last tokens, up to `longest`, occurred together before, and where each such place ends."""
+    """Return the length of the longest earlier match of the last tokens, up to `longest`, and where each match ends."""
     if len(tokens) < 2:
         return 0, np.empty(0, dtype=np.int64)
     skipped = max(0, len(tokens) - SEARCHED)
@@ -56,7 +56,7 @@ def longest_matches(tokens: Tokens, longest: int) -> tuple[int, Positions]:
         return 0, ends
     length = 1
     while length < longest and length < len(tokens) - 1:
-        whole = ends if ends[0] >= length else ends[np.searchsorted(ends, length):]  # not from before the first token
+        whole = ends if ends[0] >= length else ends[np.searchsorted(ends, length):]  # drop those cut by the beginning
         longer = whole[tokens[whole - length] == tokens[-1 - length]]
         if not len(longer):
             break
@@ -65,7 +65,7 @@ def longest_matches(tokens: Tokens, longest: int) -> tuple[int, Positions]:
 
 
 def copied(tokens: Tokens, start: int, count: int) -> tuple[int, ...]:
-    """Return `count` tokens from `start` on; past the last one the copy goes on in itself, as a period does."""
+    """Return `count` tokens from index `start` on; after the last token the copy repeats, as in a periodic text."""
     period = len(tokens) - start
     if count <= period:
         return tuple(tokens[start:start + count].tolist())

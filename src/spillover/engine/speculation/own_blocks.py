@@ -1,7 +1,7 @@
-"""The KV blocks of a draft model: a pool of its own, with a prefix cache beside that of the model that verifies.
+"""The KV blocks of a draft model: a separate pool with a prefix cache of the draft model's KV.
 
-What a request's blocks hold is known token by token: drafts that were not accepted are found by comparing, and written
-over. Only whole blocks of known tokens enter the prefix cache, by the request's `cache_salt`.
+The tokens in a request's blocks are recorded: rejected draft tokens are found by comparison with the request's tokens,
+and overwritten. Only whole blocks of known tokens enter the prefix cache, under the request's `cache_salt`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Held:
-    """What lies in a request's blocks."""
+    """The contents of a request's blocks."""
 
-    tokens: TokenIds = field(default_factory=lambda: array("i"))  # whose KV there is, drafts included
-    committed: int = 0  # of them, in blocks that the prefix cache may share
+    tokens: TokenIds = field(default_factory=lambda: array("i"))  # tokens whose KV is in the blocks, with draft tokens
+    committed: int = 0  # number of leading tokens in blocks that the prefix cache may share
 
 
 class OwnBlocks:
     def __init__(self, kv: KVCache, max_model_len: int) -> None:
         self.kv = kv
-        self._max_model_len = max_model_len  # of the draft model
-        self._held: OrderedDict[str, _Held] = OrderedDict()  # by request, the latest drafted for last
-        self._drafting: set[str] = set()  # those of this round
+        self._max_model_len = max_model_len  # maximum sequence length of the draft model
+        self._held: OrderedDict[str, _Held] = OrderedDict()  # by request id, least recently drafted for first
+        self._drafting: set[str] = set()  # ids of the requests of the current round
 
     def reserve(self, request: Request, num_tokens: int) -> int:
-        """Take blocks, also from requests that were not drafted for lately; nobody is drafted for in part."""
+        """Allocate blocks for `num_tokens` positions, at most the draft model's maximum length; release requests that
+        are not in this round if necessary. Return the number of positions, 0 if the request cannot be drafted for."""
         id = request.request_id
         if num_tokens > self._max_model_len:
             num_tokens = self._max_model_len
@@ -59,8 +60,7 @@ class OwnBlocks:
         return len(self._held[request.request_id].tokens)
 
     def num_known(self, request: Request) -> int:
-        """Return how many tokens have KV, or would have it from the prefix cache; some of them may turn out to be of
-        drafts that were not accepted."""
+        """Return how many tokens have KV or would get it from the prefix cache; some may be rejected draft tokens."""
         held = self._held.get(request.request_id)
         return len(held.tokens) if held is not None else self.kv.match(request.token_ids, request.cache_salt)
 
@@ -77,13 +77,13 @@ class OwnBlocks:
             self._release(request.request_id)
 
     def forget(self) -> None:
-        """Forget every request and every prefix: the memory of the blocks has been given back."""
+        """Drop all requests and prefixes, because the memory of the blocks is about to be freed."""
         for id in list(self._held):
             self._release(id)
         self.kv.reset_prefix_cache()
 
     def check(self) -> None:
-        """Assert what must hold between any two rounds."""
+        """Assert the invariants that hold between two rounds."""
         self.kv.check()
         assert not self._drafting
         for id, held in self._held.items():
@@ -95,7 +95,7 @@ class OwnBlocks:
         self._held[request.request_id] = _Held(request.token_ids[:covered], covered)
 
     def _commit(self, request: Request) -> None:
-        """Keep of what the blocks hold the tokens that came, of which whole blocks may be shared."""
+        """Drop tokens that the request did not get from the record, and add whole blocks to the prefix cache."""
         held, known, id = self._held[request.request_id], request.token_ids, request.request_id
         kept, most = held.committed, min(len(held.tokens), len(known) - 1)
         while kept < most and held.tokens[kept] == known[kept]:

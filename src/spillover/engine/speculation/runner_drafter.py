@@ -1,8 +1,8 @@
 """A drafter that is a model: a second runner decodes a few tokens ahead, driven by ordinary steps.
 
-The runner has other weights than the one that verifies: a rounded copy of the same model, or a smaller model. Each
-round tells it of the asked requests anew, launches one decode step per draft token without waiting for the tokens
-between them, and ends the requests in the next round. `DraftBlocks` says where the KV of the drafting model lies.
+The runner has different weights than the one that verifies: a rounded copy of the same model, or a smaller model. Each
+round adds the requests to the runner, launches one decode step per draft token without waiting for tokens in between,
+and removes the requests with the next round. `DraftBlocks` determines where the KV of the drafting model is stored.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
     from spillover.memory.kv.kv_cache import KVCache
 
-AHEAD = 3  # steps launched and not read yet; a CUDA runner keeps the results of four
+AHEAD = 3  # maximum steps launched whose results are not read yet; a CUDA runner keeps the results of four
 
-Tables = tuple[tuple[int, ...], ...]  # block tables, one a layer group
+Tables = tuple[tuple[int, ...], ...]  # block tables, one per layer group
 
 
 class DraftBlocks(Protocol):
-    """The KV blocks that a drafting runner reads and writes. Drafts are made from a request's known tokens, of which
-    the newest never has KV: a round computes it, and one more position for each draft token but the last."""
+    """The KV blocks that a drafting runner reads and writes. A draft follows a request's known tokens, of which the
+    newest never has KV: a round computes it, and one more position for each draft token but the last."""
 
     def reserve(self, request: Request, num_tokens: int) -> int:
-        """Make room for KV of the first `num_tokens` positions where that takes nothing from anybody; return for how
-        many there is room now."""
+        """Reserve blocks for KV of the first `num_tokens` positions, as far as other requests do not need them; return
+        the number of positions that may be used."""
         ...
 
     def num_computed(self, request: Request) -> int:
-        """Return how many of the request's known tokens have KV that the drafter can read; the newest has none."""
+        """Return how many of the request's known tokens have KV that the drafter can read; the newest never has."""
         ...
 
     def tables(self, request: Request) -> Tables:
@@ -45,21 +45,21 @@ class DraftBlocks(Protocol):
         ...
 
     def drafted(self, request: Request, num_tokens: int, tokens: Sequence[int]) -> None:
-        """Note that the first `num_tokens` positions now have KV, those of these draft tokens included."""
+        """Record that the first `num_tokens` positions now have KV, including positions of these draft tokens."""
         ...
 
     def end(self, request: Request) -> None:
-        """Forget a request that has ended."""
+        """Drop the state of a finished request."""
         ...
 
 
 class SharedBlocks:
-    """The blocks of the model that verifies, for a drafting model whose KV is nearly the same: a rounded copy of it.
+    """The blocks of the target model, used by a drafting model whose KV is nearly the same: a rounded copy of it.
 
-    Drafting reads exact KV, and writes its own from the newest token on. All of that is written anew by the model
-    itself, when it computes the newest token and verifies the draft, before any of it counts as computed: so no exact
-    KV is ever replaced, and no block enters the prefix cache or another tier with KV of a draft. The scheduler takes
-    the blocks before it asks for drafts (SchedulerConfig.drafts_in_kv).
+    Drafting reads exact KV, and writes its KV from the newest token on. The target overwrites all of this when it
+    computes the newest token and verifies the draft, before any of it counts as computed: so no exact KV is replaced,
+    and no block enters the prefix cache or another tier with KV of a draft. The scheduler allocates the blocks before
+    it requests drafts (SchedulerConfig.drafts_in_kv).
     """
 
     def __init__(self, kv: KVCache) -> None:
@@ -75,19 +75,19 @@ class SharedBlocks:
         return tuple(tuple(self._kv.table(request.request_id, group)) for group in range(len(self._kv.windows)))
 
     def drafted(self, request: Request, num_tokens: int, tokens: Sequence[int]) -> None:
-        """Do nothing: drafts' KV is never used again."""
+        """Do nothing: the KV of drafts is never used again."""
 
     def end(self, request: Request) -> None:
-        """Do nothing: the scheduler gives the blocks back."""
+        """Do nothing: the scheduler releases the blocks."""
 
 
 @dataclass
 class Drafting:
-    """One request in a round."""
+    """The state of one request in a round."""
 
     request: Request
-    id: int  # under which the runner knows it
-    count: int  # tokens to draft
+    id: int  # id of the request at the drafting runner
+    count: int  # number of tokens to draft
     start: int  # the next position to compute
     tables: Tables
     tokens: list[int] = field(default_factory=list)
@@ -97,16 +97,16 @@ class Drafting:
         return len(self.request.token_ids)
 
     def new(self) -> NewRequest:
-        """Describe the request by what decides a draft: its tokens and random numbers, temperature and nucleus. What
-        depends on the tokens before, which the device alone knows, is left out, and so are log probabilities."""
+        """Return the request for the drafting runner, with its seed and sampling parameters. Parameters that depend on
+        earlier tokens are left out, as only the device has these; so are log probabilities."""
         request, asked = self.request, self.request.params
         params = SamplingParams(temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p,
                                 logit_bias=asked.logit_bias, max_tokens=None)
         return NewRequest(self.id, request.token_ids[:], request.num_prompt, params, request.seed, ())
 
     def take(self, count: int, samples: bool) -> StepItem:
-        """Return an item of the next `count` positions."""
-        tables, self.tables = self.tables, ((),) * len(self.tables)  # they are told once
+        """Return an item for the next `count` positions."""
+        tables, self.tables = self.tables, ((),) * len(self.tables)  # block tables are sent once
         phase = Phase.DECODE if samples and count == 1 else Phase.PREFILL
         item = StepItem(self.id, phase, self.start, count, int(samples), 0, tables)
         self.start += count
@@ -114,18 +114,18 @@ class Drafting:
 
 
 class RunnerDrafter:
-    sequential = True  # every draft token costs a pass of the runner
+    sequential = True  # every draft token takes a pass of the runner
 
     def __init__(self, runner: StepRunner, blocks: DraftBlocks, max_num_batched_tokens: int,
                  expected: tuple[float, ...] | None = None) -> None:
-        """Make the drafter. `max_num_batched_tokens`: of a step of the runner. `expected`: as `Drafter` says."""
+        """Make the drafter. `max_num_batched_tokens`: maximum of a step of the runner; `expected`: see `Drafter`."""
         self.expected = expected
         self._runner = runner
         self._blocks = blocks
         self._max_num_batched_tokens = max_num_batched_tokens
         self._ids = itertools.count(1)
-        self._new: tuple[NewRequest, ...] = ()  # for the runner to be told with the next step, as are ...
-        self._gone: tuple[int, ...] = ()  # ... the requests of the last round
+        self._new: tuple[NewRequest, ...] = ()  # new requests to send to the runner with the next step
+        self._gone: tuple[int, ...] = ()  # ids of the last round's requests, to send as ended with the next step
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
         rows = [self._begin(request, most) for request, most in asked]
@@ -159,10 +159,10 @@ class RunnerDrafter:
                          self._blocks.tables(request))
 
     def _catch_up(self, drafting: Sequence[Drafting]) -> Sequence[Drafting]:
-        """Compute what the first step, which samples, has no room for; nothing where only the newest tokens miss.
-        Return those that can be drafted for."""
+        """Compute missing KV that does not fit into the first sampling step, which computes the newest tokens anyway.
+        Return the requests that can be drafted for."""
         budget = self._max_num_batched_tokens
-        left = budget - len(drafting)  # that step has a row of everybody
+        left = budget - len(drafting)  # free rows of the first step: every request needs one
         for row in drafting:
             missing = row.known - 1 - row.start
             if missing <= left:
@@ -180,7 +180,7 @@ class RunnerDrafter:
 
 
 def _read(launched: deque[tuple[LaunchedStep, list[Drafting]]]) -> None:
-    """Take in the tokens of the step launched first."""
+    """Read the tokens of the step that was launched first."""
     step, rows = launched.popleft()
     for row, tokens in zip(rows, step.result().token_ids, strict=True):
         row.tokens.extend(tokens)

@@ -1,6 +1,6 @@
-"""Simulated acceptance, for random weights: nothing can be guessed of them, so drafts are made up, and the runner
-accepts them by a hash of seed and position, as often as it is told. Text and acceptance mean nothing; only the
-speed does."""
+"""Simulated acceptance, for random weights, whose tokens cannot be predicted: drafts are made up, and the runner
+accepts them at configured rates, by a hash of seed and position. Only the speed is meaningful, not the text or the
+acceptance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SimulatedDrafter:
     sequential = False
 
     def __init__(self, rates: Sequence[float], vocab_size: int) -> None:
-        """Make up drafts whose first i + 1 tokens are accepted in a share `rates[i]` of all cases."""
+        """Make the drafter. `rates[i]`: the share of drafts whose first i + 1 tokens are accepted."""
         self.expected: tuple[float, ...] | None = tuple(rates)
         self._vocab_size = vocab_size
         before = (1.0, *rates)
@@ -30,7 +30,7 @@ class SimulatedDrafter:
         return [self._draft(request, min(most, len(self._confidence))) for request, most in asked]
 
     def end(self, request: Request) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing: the drafter keeps no state of requests."""
 
     def _draft(self, request: Request, count: int) -> Draft:
         place = request.seed * 0x9E3779B97F4A7C15 + len(request.token_ids)
@@ -39,13 +39,13 @@ class SimulatedDrafter:
 
 
 def num_accepted(rates: Sequence[float], seed: int, position: int, drafted: int) -> int:
-    """Return how many of the tokens drafted from an output position on count as accepted."""
+    """Return how many of the `drafted` tokens that follow the token at `position` count as accepted."""
     share = mixed((seed * 0xD1B54A32D192ED03 + position) ^ 0x5851F42D4C957F2D) / 2**64
     return sum(share < rate for rate in rates[:drafted])
 
 
 def mixed(value: int) -> int:
-    """Return a hash of 64 bits (the finaliser of splitmix64)."""
+    """Return a 64-bit hash of `value` (the finaliser of splitmix64)."""
     value &= _MASK
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK

@@ -1,8 +1,8 @@
-"""Decides in each step whether to draft, for whom and how much: what measured costs and acceptance say is fastest.
+"""Decides in each step whether to draft, for which requests and how much: the fastest by measured cost and acceptance.
 
-Drafting needs a request's newest token, so a step with drafts cannot be prepared while the one before it runs: that
-loss is part of the cost. Where drafting does not pay, requests decode as usual, and drafts are made for nobody but the
-statistics: they are held against the tokens that come anyhow, in at most PROBE_SHARE of the time.
+Drafting needs a request's newest token, so a step with drafts cannot be prepared while the previous step runs: that
+loss is part of the cost. If drafting does not pay off, requests decode as usual, and some drafts are made only for
+statistics (probes): they are compared with the tokens that are sampled later, for at most PROBE_SHARE of the time.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from spillover.engine.step import Phase, Step
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
 
-BEGIN_GAIN = 1.05  # expected speed over plain from which requests wait for their tokens to be drafted for
-STAY_GAIN = 1.01  # and down to which they go on doing so
-RECHECK_STEPS = 4  # between two such decisions
-TRIAL_STEPS = 512  # after which waiting is tried again for TRIAL_LENGTH steps, as costs may have changed
-TRIAL_LENGTH = 2
-FIRST_TRIAL = 64  # steps before the first of them
-TRIAL_TOKENS = 0.15  # expected of a draft and request at least for such a trial
-PROBE_SHARE = 0.01  # of the time, for drafts that nobody verifies, and for trials
-SHADOW_TOKENS = 3  # of such a draft that must be right for it to count as right so far
-MOST_CREDIT = 0.01  # seconds of it that are saved up
-LOOKED_AT = 32  # requests in one turn of probing
-MOST_ROWS = 1 << 20  # where nothing is known of the most rows of a step
-LONGEST_GAP = 0.05  # seconds between two steps; a longer one was a wait for something else
+BEGIN_GAIN = 1.05  # expected speed relative to plain decoding at which steps start to wait for tokens, to draft
+STAY_GAIN = 1.01  # expected speed relative to plain decoding below which they stop waiting
+RECHECK_STEPS = 4  # steps between two such decisions
+TRIAL_STEPS = 512  # steps without waiting after which a trial may start, as costs may have changed
+TRIAL_LENGTH = 2  # steps of a trial
+FIRST_TRIAL = 64  # steps before the first trial
+TRIAL_TOKENS = 0.15  # fewest expected accepted tokens per draft for which a trial is worth it
+PROBE_SHARE = 0.01  # maximum share of the time for probes, which are drafts that are not verified, and for trials
+SHADOW_TOKENS = 3  # number of leading tokens of a probe that must be right before it is counted as right so far
+MOST_CREDIT = 0.01  # maximum seconds saved up for probes and trials
+LOOKED_AT = 32  # maximum number of requests per call of `probe`
+MOST_ROWS = 1 << 20  # assumed maximum of a step's rows while it is not known
+LONGEST_GAP = 0.05  # maximum seconds between two steps; a longer gap was a wait for something else
 
 
 class Candidate(NamedTuple):
     request: Request
-    most: int  # tokens that may be drafted for it
+    most: int  # maximum number of tokens that may be drafted for it
 
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """What came of speculation so far."""
+    """Counters of speculation since the start."""
 
     counts: DraftCounts = NO_DRAFTS
-    steps: int = 0  # that verified drafts
-    draft_seconds: float = 0.0  # that drafters took, those of probes included
-    simulated: bool = False  # acceptance is made up
-    proposed: int = 0  # tokens that drafters offered: also those cut before they were verified, and those of probes
-    verify_seconds: float = 0.0  # of steps that verified drafts, whole
+    steps: int = 0  # number of steps that verified drafts
+    draft_seconds: float = 0.0  # seconds that drafting took, including probes
+    simulated: bool = False  # whether acceptance is simulated
+    proposed: int = 0  # tokens that drafters proposed, including probes and tokens dropped before verification
+    verify_seconds: float = 0.0  # total seconds of the steps that verified drafts
 
 
 class Speculator(Protocol):
-    """What the scheduler asks. All of it is called in the engine's thread."""
+    """The interface of speculation for the scheduler. All methods are called on the engine thread."""
 
     def waits(self, running: Sequence[Request]) -> bool:
-        """Return whether the next step waits for the tokens of the one that runs."""
+        """Return whether the next step must wait for the tokens of the running one."""
         ...
 
     def drafts(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[tuple[int, ...]]:
-        """Return a draft for each candidate, () for none, of `room` tokens in all, beside `rows` of which `decodes` are
-        decodes."""
+        """Return a draft for each candidate, () for none, of at most `room` tokens in total. `rows`: the rows of the
+        step without drafts, of which `decodes` are decodes."""
         ...
 
     def launched(self, step: Step) -> None: ...
@@ -76,20 +76,20 @@ class Speculator(Protocol):
     def verified(self, request: Request, drafted: int, accepted: int) -> None: ...
 
     def probe(self, running: Sequence[Request]) -> None:
-        """Learn something while a step runs."""
+        """Use the time while a step runs to learn about acceptance and costs."""
         ...
 
     def end(self, request: Request) -> None: ...
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV of prefixes, where a drafter keeps any."""
+        """Drop the KV of prefixes, if the drafter keeps any."""
         ...
 
     def stats(self) -> SpeculationStats | None: ...
 
     @property
     def most_tokens(self) -> int:
-        """Return the most tokens of a draft; 0: nothing is ever drafted."""
+        """Return the maximum number of tokens of a draft; 0 if nothing is ever drafted."""
         ...
 
 
@@ -126,46 +126,46 @@ class NoSpeculation:
 
 @dataclass(slots=True)
 class _State:
-    """What is known of one request."""
+    """The state of one request."""
 
     slot: int
-    draft: Draft = NOTHING  # on its way to be verified, with what was offered beyond it ...
-    cut: bool = False  # ... or would have been
-    shadow: Draft | None = None  # made to be compared with what comes
-    shadow_start: int = 0
+    draft: Draft = NOTHING  # the draft that is being verified
+    cut: bool = False  # whether the drafter proposed more tokens than `draft`, or might have without its limit
+    shadow: Draft | None = None  # a probe, to be compared with the tokens that the request gets
+    shadow_start: int = 0  # index of the token that the first token of `shadow` is compared with
 
 
 class Ahead(NamedTuple):
-    """Drafts that were still being made when the step that verifies them was launched."""
+    """Drafts that were still being computed when the step that verifies them was launched."""
 
-    passes: Sequence[int]  # of each request
-    seconds: Callable[[], float]  # that they took, once the step has ended
+    passes: Sequence[int]  # number of passes for each request
+    seconds: Callable[[], float]  # returns the seconds of the drafts, once the step has completed
 
 
 @dataclass(frozen=True)
 class _Launched:
-    gap: float  # seconds that the device waited for it
-    waited: bool  # it was prepared after the step before it had ended, for the sake of drafts
-    trial: bool = False  # it drafted though that seemed not to pay
-    ahead: Ahead | None = None
+    gap: float  # seconds that the device was idle before the step
+    waited: bool  # whether it was prepared only after the previous step had completed, so that it could have drafts
+    trial: bool = False  # whether it drafted although that seemed not to pay off
+    ahead: Ahead | None = None  # drafts that the device was still computing when the step was launched
 
 
 @dataclass
 class _Clock:
-    """Steps on their way, and when the last one ended."""
+    """The steps in flight, and the time at which the last one completed."""
 
     launched: deque[_Launched] = field(default_factory=deque)
     ended: float | None = None
 
 
 class AdaptiveSpeculator:
-    """Drafts where that is expected to be faster; with `adaptive=False` always."""
+    """Drafts if that is expected to be faster; with `adaptive=False` always."""
 
-    hope = 0.0  # how often drafts are taken to be right before anything is known of them
+    hope = 0.0  # assumed share of right draft tokens before anything is known
 
     def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
                  price: ExpertPrice | None = None) -> None:
-        """Speculate. `price`: of experts that draft rows bring to the device, where experts are paged."""
+        """Make the speculator. `price`: the price of experts that draft rows fetch, if experts are paged."""
         self.most_tokens = most_tokens
         self._price = price
         self._drafter = drafter
@@ -174,25 +174,25 @@ class AdaptiveSpeculator:
         self._acceptance = Acceptance(most_tokens, hope=self.hope)
         self._states: dict[Request, _State] = {}
         prompts = StepCosts()
-        self._prompts = prompts  # steps with prefill
+        self._prompts = prompts  # costs of steps with prefill
         self._plain = StepCosts(prompts)
         self._speculating = StepCosts(self._plain) if price is None else PricedCosts(price, self._plain)
         self._clock = _Clock()
         self._waiting = not adaptive
         self._steps = 0
         self._since_tried = TRIAL_STEPS - FIRST_TRIAL  # steps since the last one that waited
-        self._trial = 0  # steps that are left of a trial
-        self._trial_rows = 0  # draft rows of each
-        self._recheck = False  # a trial has ended: decide anew
-        self._prompt_rows = 0  # of the last step
-        self._most_rows: int | None = None  # of a step, drafts included; None: not known yet
-        self._turn = 0  # whose turn it is to be probed
-        self._credit = 0.0
+        self._trial = 0  # remaining steps of a trial
+        self._trial_rows = 0  # draft rows per step of a trial
+        self._recheck = False  # whether a trial has just ended, so that the next step decides again
+        self._prompt_rows = 0  # prompt rows of the last step
+        self._most_rows: int | None = None  # maximum rows of a step, drafts included; None: not known yet
+        self._turn = 0  # index of the request that was probed last
+        self._credit = 0.0  # seconds saved up for probes and trials
         self._counts = NO_DRAFTS
         self._verify_steps = 0
         self._draft_seconds = 0.0
-        self._device_seconds = 0.0  # of them, on the device and before the next step
-        self._ahead: Ahead | None = None  # on the device too, and known when the next step has ended
+        self._device_seconds = 0.0  # seconds of drafting that used the device since the last launch
+        self._ahead: Ahead | None = None  # drafts in flight on the device, to be verified by the next step
         self._proposed = 0
         self._verify_seconds = 0.0
 
@@ -207,41 +207,40 @@ class AdaptiveSpeculator:
         return self._waiting
 
     def _pays(self, running: Sequence[Request]) -> bool:
-        """Return whether waiting is expected to be faster than going on."""
+        """Return whether waiting for tokens, to draft, is expected to be faster than plain decoding."""
         decoding = [request for request in running if request.num_output > 0]
         prompt_rows = self._prompt_rows
-        if not decoding:  # those whose first tokens the step that runs will bring are all there is
+        if not decoding:  # the next step will decode the requests whose first token the running step samples
             decoding, prompt_rows = [request for request in running if request.pending], 0
         survival, rows = self._survival(decoding), len(decoding) + prompt_rows
         least = STAY_GAIN if self._waiting else BEGIN_GAIN
-        # Were rows free, this is what drafts would bring: mostly that tells enough, and in half the time. What a plain
-        # step costs must have been measured: larger ones, of prompts, would make it seem slow.
+        # First, a bound as if draft rows were free, which often decides in half the time. The cost of a plain step must
+        # have been measured: extrapolated from prompt steps it would be too high.
         if (1 + survival.sum() / len(decoding) >= least and (prompt_rows or self._plain.covers(rows))
                 and self._gain(survival, rows) >= least):
             return True
         return self._try_again(survival)
 
     def _gain(self, survival: Numbers, rows: int) -> float:
-        """Return the speed over plain that is expected of drafting; 1 where nothing is to be drafted."""
+        """Return the expected speed with drafts relative to plain decoding; 1 if nothing should be drafted."""
         chances = np.sort(survival.ravel())[::-1]
         count, gain = best_drafts(chances, len(survival), rows, self._speculating, self._plain, self._room(rows))
         return gain if count else 1.0
 
     def _room(self, rows: int) -> int:
-        """Return how many draft rows fit beside others, as far as a step has shown."""
+        """Return how many draft rows fit into a step with `rows` other rows, by the limit seen in the last step."""
         return MOST_ROWS if self._most_rows is None else max(0, self._most_rows - rows)
 
     def _try_again(self, survival: Numbers) -> bool:
-        """Return whether to draft though it seems not to pay: once in a while, where something would be accepted."""
+        """Return whether to run a trial although drafting seems not to pay off: rarely, if it may accept tokens."""
         if self._since_tried >= TRIAL_STEPS and survival.sum() / len(survival) >= TRIAL_TOKENS:
             self._trial_rows = self._worth_trying(np.sort(survival.ravel())[::-1], len(survival))
             self._trial = TRIAL_LENGTH if self._trial_rows else 0
         return self._trial > 0
 
     def _worth_trying(self, chances: Numbers, decodes: int) -> int:
-        """Return how many draft rows would pay if rows had become cheaper: half as dear since the last trial, and again
-        half as dear whenever as much time has passed; 0 where these may lose more than a share of what has run
-        since."""
+        """Return how many draft rows would pay off if their cost had halved every TRIAL_STEPS steps since the last
+        trial; 0 if the trial might cost more than PROBE_SHARE of the time since then."""
         count, usual = min(len(chances), self._room(decodes)), self._plain.at(decodes)
         seconds = self._speculating.with_drafts(decodes, count) + self._speculating.price(chances[:count])
         hoped = usual + (seconds - usual) * 0.5 ** (self._since_tried / TRIAL_STEPS)
@@ -255,7 +254,7 @@ class AdaptiveSpeculator:
             return [()] * len(candidates)
         if not self._adaptive:
             return self._all(candidates, room)
-        # Ask for those only of whom something is expected: drafts take time as well.
+        # Propose only for requests whose drafts are expected to be accepted: drafting takes time as well.
         counts = self._asked(candidates, decodes, rows, room)
         asked = [index for index, count in enumerate(counts) if count]
         some = [Candidate(candidates[index].request, counts[index]) for index in asked]
@@ -290,8 +289,8 @@ class AdaptiveSpeculator:
         return [count if index in chosen else 0 for index, count in enumerate(most)]
 
     def _possible(self, candidates: Sequence[Candidate]) -> Numbers:
-        """Return the chance [candidates, most_tokens] that drafts are right up to each position; 0 where none may
-        be."""
+        """Return the chance [candidates, most_tokens] that drafts are right up to each position; 0 beyond a candidate's
+        maximum."""
         survival = self._survival([candidate.request for candidate in candidates])
         most = np.array([[candidate.most] for candidate in candidates])
         return np.where(np.arange(self.most_tokens) < most, survival, 0.0)
@@ -302,7 +301,7 @@ class AdaptiveSpeculator:
         if not drafted:
             return [0] * len(found)
         every = self._chances(found).ravel()
-        order = np.argsort(-every, kind="stable")[:drafted]  # behind the drafts there are zeros
+        order = np.argsort(-every, kind="stable")[:drafted]  # drops the positions after the drafts, which are 0
         if self._trial:
             count = min(drafted, self._trial_rows, room)
         else:
@@ -320,7 +319,7 @@ class AdaptiveSpeculator:
         return state.draft.tokens
 
     def _nothing(self, request: Request, slot: int) -> None:
-        """Note that the drafter had nothing to offer."""
+        """Record that the drafter proposed nothing."""
         self._acceptance.note(slot, (), 0, cut=False)
 
     def _survival(self, requests: Sequence[Request]) -> Numbers:
@@ -329,7 +328,7 @@ class AdaptiveSpeculator:
         return self._acceptance.survival([self._state(request).slot for request in requests])
 
     def _chances(self, found: Sequence[tuple[Candidate, Draft]]) -> Numbers:
-        """Return the chance [drafts, most_tokens] that each is right up to each position; 0 behind its end."""
+        """Return the chance [drafts, most_tokens] that each draft is right up to each position; 0 after its end."""
         requests = [candidate.request for candidate, _ in found]
         if self._drafter.expected is None:
             slots = [self._state(request).slot for request in requests]
@@ -372,7 +371,7 @@ class AdaptiveSpeculator:
         clock.ended = time.perf_counter()
         self._credit = min(MOST_CREDIT, self._credit + PROBE_SHARE * seconds)
         whole, gap = seconds + launched.gap, launched.gap
-        if launched.ahead is not None:  # first beside the host, then as the first thing of the step
+        if launched.ahead is not None:  # drafting overlaps the gap first; its rest is part of the step's seconds
             drafting = launched.ahead.seconds()
             self._draft_seconds += drafting
             gap, seconds = max(0.0, gap - drafting), seconds - max(0.0, drafting - gap)
@@ -390,13 +389,13 @@ class AdaptiveSpeculator:
         costs.note(step.num_tokens, seconds)
 
     def _tried(self, decodes: int, seconds: float) -> None:
-        """Note how long a step of a trial took."""
+        """Record the seconds of a step of a trial."""
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         if self._price is not None:
             self._price.verified(accepted)
         state = self._state(request)
-        # What did not fit of a draft was cut too.
+        # A draft was also cut if not all of it fit into the step.
         cut = state.cut or drafted < len(state.draft.tokens)
         self._acceptance.note(state.slot, state.draft.confidence[:drafted], accepted, cut)
         state.draft = NOTHING
@@ -415,7 +414,7 @@ class AdaptiveSpeculator:
                 self._probe(request)
 
     def _probe(self, request: Request) -> None:
-        """Hold what was guessed for a request against what came, and guess again."""
+        """Compare a request's last probe with the tokens that it got, and make a new probe."""
         state, known = self._state(request), len(request.token_ids)
         if state.shadow is not None:
             guessed = state.shadow.tokens
@@ -424,8 +423,8 @@ class AdaptiveSpeculator:
             while right < len(came) and came[right] == guessed[right]:
                 right += 1
             if right == len(came) < min(len(guessed), SHADOW_TOKENS):
-                return  # nothing is decided yet
-            if right == len(came) < len(guessed):  # right so far, and a new guess tells more than the rest of this one
+                return  # too few tokens to decide yet
+            if right == len(came) < len(guessed):  # right so far; a new probe is more informative than waiting for more
                 self._acceptance.note(state.slot, state.shadow.confidence[:right], right, cut=True)
             else:
                 self._acceptance.note(state.slot, state.shadow.confidence, right, cut=False)
@@ -445,7 +444,7 @@ class AdaptiveSpeculator:
         if request.num_output > 0:
             self._drafter.end(request)
         if not self._states:
-            self._clock.ended = None  # what comes next is a new beginning, not a gap
+            self._clock.ended = None  # idle: the time until the next launch is not a gap between steps
 
     def reset_prefix_cache(self) -> None:
         if isinstance(self._drafter, KeepsPrefixes):

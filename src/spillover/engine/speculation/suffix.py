@@ -1,9 +1,9 @@
-"""Suffix drafting: the longest end of a request's tokens that occurred before, in itself or in what others of its
-`cache_salt` said lately, and from there always the most frequent continuation.
+"""Suffix drafting: find the longest suffix of a request's tokens that occurred before, in the request or in recent
+requests of the same `cache_salt`, and follow the most frequent continuation from there.
 
-The places that a suffix ends at are the node of a suffix tree that it leads to; going down the tree leaves those places
-that continue with the chosen token. So no tree is built: a request's own tokens are searched with one pass of numpy,
-and those of ended requests lie in a ring, where the places of each run of three tokens form a chain, the newest first.
+The set of positions at which a suffix ends stands for a node of a suffix tree; a step down the tree keeps the positions
+that continue with the chosen token, so no tree is built. A request's tokens are searched with one pass of numpy; those
+of finished requests are in a ring, where the positions of each run of three tokens form a chain, newest first.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
     from spillover.memory.tiers.token_log import TokenLog
 
-LONGEST = 32  # tokens of a suffix that are compared
-SHORTEST = 2  # in the request itself; in those that ended, a run of RUN tokens
-RUN = 3
-PLACES = 16  # that vote on the next token, the newest ones
-SEEN = 64  # places of a chain that are looked at
-LEAST_CHANCE = 0.05  # that all tokens up to the last one of a draft are right
-CORPUS_TOKENS = 1 << 17  # kept of ended requests, over all salts
-LAST_TOKENS = 2048  # of each: noting a token takes about a microsecond, while everybody waits
-MOST_SALTS = 256
-_END = -1  # between two requests
+LONGEST = 32  # maximum tokens of a suffix that are compared
+SHORTEST = 2  # minimum tokens of a match in the request itself; in finished requests it is RUN
+RUN = 3  # tokens of the runs by which finished requests are indexed
+PLACES = 16  # maximum positions that vote on the next token, the newest ones
+SEEN = 64  # maximum positions of a chain that are examined
+LEAST_CHANCE = 0.05  # minimum chance that all tokens of a draft are right; below it the draft ends
+CORPUS_TOKENS = 1 << 17  # maximum tokens kept of finished requests, over all salts
+LAST_TOKENS = 2048  # maximum tokens kept per request: adding one takes about a microsecond on the engine thread
+MOST_SALTS = 256  # maximum number of salts whose tokens are kept
+_END = -1  # separator between two requests
 
 
 class SuffixDrafter:
@@ -41,10 +41,10 @@ class SuffixDrafter:
     sequential = False
 
     def __init__(self, corpus_tokens: int = CORPUS_TOKENS, tokens: TokenLog | None = None) -> None:
-        """Keep up to `corpus_tokens` of the requests that ended last, over all salts. `tokens`: a log to begin with and
-        to add to; it knows salts by their digests only, and so does everything here."""
+        """Keep up to `corpus_tokens` tokens of finished requests, over all salts. `tokens`: a log to load tokens from
+        and append them to; it identifies salts by their digests, as does this class."""
         self._capacity = corpus_tokens
-        self._rings: OrderedDict[bytes, TokenRing] = OrderedDict()  # by salt, the latest used last
+        self._rings: OrderedDict[bytes, TokenRing] = OrderedDict()  # by digest of the salt, least recently used first
         self._log = tokens
         if tokens is not None:
             for salt, said in tokens.load():
@@ -54,7 +54,7 @@ class SuffixDrafter:
         return [self._draft(request, most) for request, most in asked]
 
     def end(self, request: Request) -> None:
-        """Keep the tokens for requests of the same salt."""
+        """Keep the tokens of a finished request, to draft for requests of the same salt."""
         salt, said = _digest(request.cache_salt), request.token_ids[-min(self._capacity - 1, LAST_TOKENS):]
         self._keep(salt, said)
         if self._log is not None:
@@ -102,13 +102,13 @@ def _digest(salt: str | None) -> bytes:
 
 
 class TokenRing:
-    """The tokens of requests that ended, the oldest of which are dropped; finds where a run of tokens occurs."""
+    """The tokens of finished requests, of which the oldest are dropped, with an index of runs of tokens."""
 
     def __init__(self) -> None:
         self._tokens = array("i")
-        self._before = array("q")  # of each token, where the run that it ends was before; -1: nowhere
-        self._newest: dict[tuple[int, int, int], int] = {}  # run of tokens -> the place of its last token
-        self._first = 0  # the place of the first token that is kept; places are never used again
+        self._before = array("q")  # per token: position of the previous occurrence of the run that it ends; -1: none
+        self._newest: dict[tuple[int, int, int], int] = {}  # run of tokens -> position of its newest last token
+        self._first = 0  # position of the first token that is kept; positions are never reused
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -125,7 +125,7 @@ class TokenRing:
             newest[run] = place + index
 
     def drop(self, count: int) -> None:
-        """Drop the oldest tokens, and an eighth more, so that this is rare."""
+        """Drop the `count` oldest tokens, and an eighth of all tokens more, so that drops are rare."""
         count = min(len(self._tokens), count + len(self._tokens) // 8)
         del self._tokens[:count], self._before[:count]
         self._first += count
@@ -135,7 +135,7 @@ class TokenRing:
         return self._tokens[place - self._first]
 
     def matches(self, tokens: Sequence[int]) -> tuple[int, list[int]]:
-        """Return how many of the last tokens, up to LONGEST, occur here, and the places behind them, oldest first."""
+        """Return how many of the last tokens, up to LONGEST, occur here, and the positions after them, oldest first."""
         if len(tokens) < RUN:
             return 0, []
         kept, first, count = self._tokens, self._first, len(tokens)
@@ -155,13 +155,13 @@ class TokenRing:
 
 
 def _within(tokens: Sequence[int]) -> Callable[[int, list[int]], int]:
-    """Return how to read a request's own tokens, and past them its draft: a period goes on in itself."""
+    """Return a function that reads a request's tokens, and after them its draft, so that a period can continue."""
     count = len(tokens)
     return lambda place, draft: tokens[place] if place < count else draft[place - count]
 
 
 def _descend(places: list[int], length: int, most: int, read: Callable[[int, list[int]], int]) -> Draft:
-    """Follow the most frequent continuation, of equally frequent ones the newest."""
+    """Follow the most frequent continuation from `places`, the newest of equally frequent ones; return the draft."""
     draft: list[int] = []
     confidence: list[float] = []
     chance = 1.0
@@ -174,7 +174,7 @@ def _descend(places: list[int], length: int, most: int, read: Callable[[int, lis
             token, votes = following[-1], len(following)
             if following.count(token) != votes:
                 token, votes = Counter(reversed(following)).most_common(1)[0]
-            sure = votes / (len(following) + 1 / length)  # a long match needs fewer witnesses
+            sure = votes / (len(following) + 1 / length)  # a longer match needs fewer occurrences
         chance *= sure
         if token == _END or chance < LEAST_CHANCE:
             break
@@ -187,7 +187,7 @@ def _descend(places: list[int], length: int, most: int, read: Callable[[int, lis
 
 
 def _expected(draft: Draft) -> float:
-    """Return how many tokens of a draft are expected to be right."""
+    """Return the expected number of right tokens of a draft."""
     total, chance = 0.0, 1.0
     for sure in draft.confidence:
         chance *= sure

@@ -1,9 +1,9 @@
-"""A draft model with another vocabulary: it sees the same text in its own tokens, and its drafts are translated back.
+"""A draft model with a different tokenizer: it gets the same text in its tokens, and its drafts are translated back.
 
-A request keeps the draft model's tokens of its text. What comes behind them may change the last few, as tokens may
-join, so only the end is encoded again; the draft model's KV of the tokens before stays. A draft is turned into text and
-encoded by the other tokenizer, in which the last token may still be unfinished and is left out. None of this must be
-right for the text to stay the same: the model verifies whatever comes of it.
+For each request the draft model's tokens of its text are kept. New text may change the last few of them, as tokens may
+join, so only the end is encoded again; the draft model's KV of earlier tokens stays valid. A draft is decoded to text
+and encoded by the target's tokenizer; a last token that more text could change is dropped. Errors here cannot change
+the output, because the target model verifies every draft.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from spillover.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
 
-OPEN_BYTES = 512  # of a request's text that are encoded again at most, about, each time something is added ...
-KEPT_OPEN = 128  # ... and at least
-CONTEXT = 12  # tokens before a draft that are encoded with it
+OPEN_BYTES = 512  # approximate maximum of bytes at the end of a request's text that are encoded again with new text
+KEPT_OPEN = 128  # minimum bytes that stay open, to be encoded again, when tokens before them are fixed
+CONTEXT = 12  # maximum tokens before a draft that are encoded together with it
 
 
 @dataclass
 class _Side:
-    request: Request
-    fixed: int  # of its tokens, which no longer change
-    seen: int = 0  # tokens of the other model that are in its text
-    open: bytearray = field(default_factory=bytearray)  # the text behind the fixed tokens
-    missing: bytes = b""  # the end of it, part of a character that is not complete
+    request: Request  # the request in the draft model's tokens
+    fixed: int  # number of its leading tokens that no longer change
+    seen: int = 0  # number of the target's tokens whose text was added
+    open: bytearray = field(default_factory=bytearray)  # the text after the fixed tokens
+    missing: bytes = b""  # the end of `open` if it is an incomplete character
 
 
 class TranslatedVocabulary:
@@ -70,7 +70,7 @@ class TranslatedVocabulary:
         self._sides.pop(request, None)
 
     def _encode(self, side: _Side) -> None:
-        """Encode the open text anew, and close of it what more text cannot change."""
+        """Encode the open text again, and fix the tokens of its beginning if it is longer than OPEN_BYTES."""
         text = _complete(bytes(side.open))
         side.missing = bytes(side.open[len(text):])
         if len(text) > OPEN_BYTES:
@@ -86,11 +86,11 @@ class TranslatedVocabulary:
         tokens = side.request.token_ids
         del tokens[side.fixed:]
         tokens.extend(self._draft.encode(text, side.fixed == len(self._begin)))
-        if not tokens:  # there is no text: any token does
+        if not tokens:  # there is no text: any token will do
             tokens.append(0)
 
     def _encoded(self, request: Request, text: bytes) -> list[int]:
-        """Return the other model's tokens of a text behind its last ones; none where those would change."""
+        """Return the target's tokens of a text that follows its last tokens; [] if the text would change these."""
         known = request.token_ids[-CONTEXT:].tolist()
         for first in range(len(known)):
             before = known[first:]
@@ -101,7 +101,7 @@ class TranslatedVocabulary:
 
 
 class _Words:
-    """A tokenizer on bytes. Some put a space before every text, which then stands for that before a word."""
+    """A tokenizer on bytes. If it prepends a space to every text, that space stands for a text's own leading space."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -118,13 +118,13 @@ class _Words:
         return found
 
     def encode(self, text: bytes, begins: bool) -> list[int]:
-        """Return the tokens of a text; `begins`: nothing stands before it."""
+        """Return the tokens of a text; `begins`: whether it is at the beginning of a sequence."""
         if self._prepends and not begins and text.startswith(b" "):
             text = text[1:]
         return self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False)
 
     def split(self, text: bytes, before: int) -> int:
-        """Return a place where a text can be cut without changing its tokens, at most `before`; 0: none was found."""
+        """Return an index below `before` where a text can be cut without changing its tokens; 0 if none was found."""
         place = text.rfind(b" ", 1, before)
         for _ in range(4):
             if place <= 0:
@@ -136,10 +136,10 @@ class _Words:
 
 
 def _complete(text: bytes) -> bytes:
-    """Return a text without the first bytes of a character at its end."""
+    """Return a text without the incomplete character at its end, if there is one."""
     for count in range(1, min(4, len(text) + 1)):
         byte = text[-count]
-        if byte & 0xC0 == 0xC0:  # the first of several
+        if byte & 0xC0 == 0xC0:  # the first byte of a multi-byte character
             needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
             return text[:-count] if count < needed else text
         if byte < 0x80:

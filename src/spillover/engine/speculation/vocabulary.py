@@ -1,5 +1,5 @@
-"""How a draft model's tokens stand for those of the model that verifies: the same ids, or a part of them; where they
-are of another tokenizer, see `translation.py`."""
+"""Mappings between a draft model's tokens and those of the target model, which verifies: the same ids, or a subset of
+them; see `translation.py` for different tokenizers."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
 
-DRAFT_VOCAB_FILE = "draft_vocab.json"  # beside the weights: which tokens of the other model a draft model has
+DRAFT_VOCAB_FILE = "draft_vocab.json"  # file next to the weights that lists the target's tokens a draft model has
 
 
 class DraftVocabulary(Protocol):
     def side(self, request: Request) -> Request:
-        """Return the request as the draft model sees it: its known tokens in the draft model's ids."""
+        """Return the request for the draft model: with the known tokens in the draft model's ids."""
         ...
 
     def to_target(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
-        """Return drafted tokens in the ids of the model that verifies, up to the first that it does not have."""
+        """Return draft tokens in the target's ids, up to the first that the target does not have."""
         ...
 
     def end(self, request: Request) -> None:
-        """Forget a request that has ended."""
+        """Drop the state of a finished request."""
         ...
 
 
 class SameVocabulary:
-    """Both models have the same ids; the draft model may have a few more, which no text has."""
+    """Both models have the same ids; the draft model may have a few more, which stand for no text."""
 
     def __init__(self, vocab_size: int) -> None:
-        """Map every id to itself. `vocab_size`: of the model that verifies."""
+        """Map every id to itself. `vocab_size`: the target's vocabulary size."""
         self._vocab_size = vocab_size
 
     def side(self, request: Request) -> Request:
@@ -45,15 +45,15 @@ class SameVocabulary:
         return tuple(draft[:end])
 
     def end(self, request: Request) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing: there is no state per request."""
 
 
 class ReducedVocabulary:
-    """The draft model knows the most frequent tokens only, and one id for all others, which ends a draft."""
+    """The draft model has only the most frequent tokens, and one id for all others, which ends a draft."""
 
     def __init__(self, target_ids: npt.NDArray[np.int64], vocab_size: int) -> None:
-        """Map ids by a table. `target_ids`: of each draft id but the last, which stands for all others; `vocab_size`:
-        of the model that verifies."""
+        """Map ids by a table. `target_ids`: the target's id of each draft id but the last, which stands for all other
+        tokens; `vocab_size`: the target's vocabulary size."""
         self._target_ids: list[int] = target_ids.tolist()
         self._draft_ids = np.full(vocab_size, len(target_ids), dtype=np.int32)
         self._draft_ids[target_ids] = np.arange(len(target_ids), dtype=np.int32)
@@ -77,8 +77,8 @@ class ReducedVocabulary:
 
 
 def draft_side(request: Request, tokens: Sequence[int], num_prompt: int, greedy: bool = False) -> Request:
-    """Return a request of the draft model that stands for another; `greedy`: where positions are not the same, the same
-    random numbers would mean nothing."""
+    """Return the draft model's counterpart of a request. `greedy`: sample greedily; for mappings that change positions,
+    where the request's random numbers would belong to other tokens."""
     from spillover.engine.requests.request import Request
     from spillover.engine.requests.sampling_params import SamplingParams
 

@@ -1,1 +1,1 @@
-"""Structured output: grammars, tried out in processes of their own."""
+"""Structured output: grammars, which are first tried out in separate processes."""

@@ -1,12 +1,12 @@
-"""The process that tries grammars out, started by `grammar_trial`.
+"""The process that tries out grammars, started by `grammar_trial`.
 
 It loads the vocabulary once and forks a child for each grammar. The child compiles it, computes masks for a few tokens,
-and says what that took; a limit of CPU time and of memory ends the child alone. So a grammar that compiles for minutes,
-eats memory or crashes the compiler costs nobody else anything.
+and reports the cost; limits of CPU time and memory kill only the child. So a grammar that compiles for minutes,
+exhausts memory or crashes the compiler does not affect other requests.
 
-A child first gets a short turn; what does not end in it waits for a place among the few long ones. So small grammars do
-not wait for large ones. Standard input brings the vocabulary and then grammars; its end is the end of this process and
-of its children. Frames are msgpack with four bytes of length before them.
+A grammar first gets a short trial; if that is not enough, it waits for one of the few long trials. So small grammars do
+not wait for large ones. Standard input provides the vocabulary and then grammars; when it is closed, this process and
+its children exit. Frames are msgpack, each preceded by its length in four bytes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from llguidance import LLTokenizer
 
 from spillover.engine.structured.grammar_matcher import STACK_BYTES, Vocabulary, compile_matcher, make_tokenizer
 
-SHORT_SECONDS = 0.2  # CPU time of the first turn
-PLACES = 2  # children of each kind at once
-WALK_TOKENS = 24
-NICE = 5  # the engine computes on the same cores
-SLACK_BYTES = 32 << 20  # address space that is reserved and not used
+SHORT_SECONDS = 0.2  # CPU time of a short trial in seconds
+PLACES = 2  # maximum number of concurrent children, of short and of long trials each
+WALK_TOKENS = 24  # maximum number of tokens for which a trial computes masks
+NICE = 5  # added niceness, as the engine computes on the same cores
+SLACK_BYTES = 32 << 20  # additional address space for memory that is reserved but not used
 _LENGTH_BYTES = 4
 
 Outcome = Literal["fine", "invalid", "time", "memory", "crash"]
@@ -41,15 +41,15 @@ Outcome = Literal["fine", "invalid", "time", "memory", "crash"]
 class Trial(msgspec.Struct, frozen=True, array_like=True):
     id: int
     source: str
-    seconds: float  # CPU time
-    nbytes: int  # memory
+    seconds: float  # limit of CPU time
+    nbytes: int  # limit of memory
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
     outcome: Outcome
-    message: str = ""  # the compiler's, where the grammar is invalid
-    nbytes: int = 0  # about what the compiled grammar holds
-    seconds: float = 0.0  # CPU time that it took
+    message: str = ""  # the compiler's message if the grammar is invalid
+    nbytes: int = 0  # approximate memory of the compiled grammar
+    seconds: float = 0.0  # CPU time of the trial
     id: int = 0
 
 
@@ -61,7 +61,7 @@ def write_frame(file: int, data: bytes) -> None:
 
 @dataclass
 class Frames:
-    """A buffer: bytes in, whole frames out."""
+    """A buffer that assembles complete frames from bytes."""
 
     data: bytearray = field(default_factory=bytearray)
 
@@ -82,7 +82,7 @@ class _Child:
     trial: Trial
     pid: int
     short: bool
-    deadline: float  # wall-clock time, in case it gets no CPU time at all
+    deadline: float  # monotonic time after which it is killed, in case it gets no CPU time
     said: bytearray = field(default_factory=bytearray)
 
 
@@ -92,12 +92,12 @@ class TrialServer:
         self._new: deque[Trial] = deque()
         self._take(first)
         self._long: deque[Trial] = deque()
-        self._children: dict[int, _Child] = {}  # by the pipe that they answer on
+        self._children: dict[int, _Child] = {}  # by the read end of their answer's pipe
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ)
 
     def run(self, frames: Frames) -> None:
-        """Serve until standard input ends; `frames` may hold the beginning of the next grammar."""
+        """Serve until standard input is closed; `frames` may hold the beginning of the next grammar."""
         try:
             while True:
                 self._start_children()
@@ -155,15 +155,15 @@ class TrialServer:
         write_frame(1, msgspec.msgpack.encode(msgspec.structs.replace(verdict, id=child.trial.id)))
 
 
-# Rust aborts where an allocation fails; SIGKILL is ours, of a child that outlived its deadline.
+# Rust aborts if an allocation fails; SIGKILL is sent by this process to a child past its deadline.
 _ENDED_BY: dict[int | None, Outcome] = {signal.SIGPROF: "time", signal.SIGKILL: "time", signal.SIGABRT: "memory"}
 
 
 def _child(tokenizer: LLTokenizer, trial: Trial, seconds: float, answer: int) -> None:
-    """Compile, walk, answer, exit. The timer counts the CPU time of all its threads, and ends it by SIGPROF."""
+    """Try the grammar, write the verdict, exit. The timer counts the CPU time of all threads and kills by SIGPROF."""
     code = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where a failed allocation is told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust reports failed allocations there
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limit = _memory(0) + STACK_BYTES + SLACK_BYTES + trial.nbytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -188,7 +188,7 @@ def _try(tokenizer: LLTokenizer, source: str) -> Verdict:
         if matcher.is_stopped():
             break
         mask = matcher.compute_bitmask()
-        if step == 0 and matcher.is_error():  # no token at all within the limits of a step
+        if step == 0 and matcher.is_error():  # the first mask exceeds the limits of a step
             return Verdict("invalid", str(matcher.get_error())[:4096])
         token = _some_token(mask, rng)
         if token is None or matcher.try_consume_tokens([token]) != 1:
@@ -206,7 +206,7 @@ def _some_token(mask: bytes, rng: random.Random) -> int | None:
 
 
 def _memory(column: int) -> int:
-    """Return the bytes of this process: 0, its address space; 1, what of it is in memory."""
+    """Return the size of this process in bytes: its address space for column 0, its resident memory for 1."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[column]) * resource.getpagesize()
 
@@ -217,7 +217,7 @@ def _kill(pid: int) -> None:
 
 
 def main() -> int:
-    for each in (signal.SIGINT, signal.SIGTERM):  # the engine's to act on; it closes our standard input
+    for each in (signal.SIGINT, signal.SIGTERM):  # the engine handles them, and closes our standard input
         signal.signal(each, signal.SIG_IGN)
     os.nice(NICE)
     frames, first = Frames(), list[bytes]()

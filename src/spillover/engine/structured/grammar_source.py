@@ -1,4 +1,4 @@
-"""From what a request asks of its output to the text that llguidance compiles; what is too large is refused first."""
+"""Conversion of a request's structured_outputs to the source that llguidance compiles, with limits on its size."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from spillover.engine.requests.sampling_params import StructuredOutputs
 from spillover.errors import GrammarRefused
 
 MAX_SCHEMA_BYTES = 256 * 1024
-MAX_GRAMMAR_BYTES = 64 * 1024  # a rule is a few bytes here, and each may lead to the next
-MAX_REGEX_BYTES = 16 * 1024  # many optional parts take time that grows with their square
+MAX_GRAMMAR_BYTES = 64 * 1024  # smaller than for schemas: a rule takes only a few bytes, and rules may be chained
+MAX_REGEX_BYTES = 16 * 1024  # smaller still: compile time is quadratic in the number of optional parts
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_NODES = 32_768  # keys, enum entries and array items
 MAX_SCHEMA_REFERENCES = 512
 
-# Without a bound a model may write blanks for ever.
+# Bounded, as a model may otherwise write whitespace without end.
 _JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,100}"
 
 
 def check_size(outputs: StructuredOutputs) -> None:
-    """Refuse what is too large to be worth a try, before time is spent on it."""
+    """Raise GrammarRefused for sources that are too large to try, before any time is spent on compiling."""
     if outputs.json is not None:
         _checked_schema(outputs.json)
     elif outputs.choice is not None:
@@ -35,7 +35,7 @@ def check_size(outputs: StructuredOutputs) -> None:
 
 
 def renamed(refusal: GrammarRefused, outputs: StructuredOutputs) -> GrammarRefused:
-    """Return the refusal with the name that the person used for this field."""
+    """Return the refusal with the field named as the caller sent it (`sent_as`)."""
     if outputs.sent_as is None:
         return refusal
     own = f"structured_outputs.{kind_of(outputs)}"
@@ -43,7 +43,7 @@ def renamed(refusal: GrammarRefused, outputs: StructuredOutputs) -> GrammarRefus
 
 
 def source_of(outputs: StructuredOutputs) -> str:
-    """Return what llguidance compiles, as its own JSON text."""
+    """Return the source that llguidance compiles, in its JSON format."""
     if outputs.json is not None:
         return _grammar_of_schema(_checked_schema(outputs.json))
     check_size(outputs)
@@ -67,7 +67,7 @@ def kind_of(outputs: StructuredOutputs) -> str:
 
 
 def does_not_compile(kind: str, message: str) -> GrammarRefused:
-    """Return the compiler's message, without its long quotes from the source."""
+    """Return the refusal with the compiler's message, whose long quotes from the source are shortened."""
     lines = [line if len(line) <= 160 else line[:157] + "..." for line in message.strip().splitlines()[:8]]
     return GrammarRefused(f"structured_outputs.{kind} does not compile: " + "\n".join(lines), "invalid")
 

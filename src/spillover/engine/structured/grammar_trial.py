@@ -1,4 +1,4 @@
-"""The engine's side of the process that tries grammars out: started when first needed, started again if it dies."""
+"""The engine's side of the process that tries out grammars, which is started at first use and restarted if it dies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from spillover.engine.structured.grammar_matcher import Vocabulary
 from spillover.engine.structured.grammar_process import Frames, Trial, Verdict, write_frame
 from spillover.errors import GrammarRefused
 
-CLOSE_SECONDS = 2.0
-MAX_WAITING = 256  # grammars tried or waiting; each is of a request of its own
+CLOSE_SECONDS = 2.0  # timeout in seconds for the process to exit before it is killed
+MAX_WAITING = 256  # maximum number of grammars being tried or waiting
 
 
 class GrammarTrials:
-    """A process that tries grammars out beside this one. Safe from any thread."""
+    """The process that tries out grammars. Safe to use from any thread."""
 
     def __init__(self, vocabulary: Vocabulary, seconds: float, nbytes: int) -> None:
-        """Set limits: `seconds` of CPU time and `nbytes` of memory are what one grammar may take."""
+        """Set the limits of one grammar: `seconds` of CPU time and `nbytes` of memory."""
         self._vocabulary = vocabulary
         self._seconds = seconds
         self._nbytes = nbytes
@@ -35,7 +35,7 @@ class GrammarTrials:
         self._closed = False
 
     def submit(self, source: str) -> Future[Verdict]:
-        """Start a trial; every future ends: with a verdict, or with GrammarRefused if the process dies or is closed."""
+        """Start a trial; the future gets a verdict, or GrammarRefused if the process dies or is closed."""
         future: Future[Verdict] = Future()
         with self._lock:
             if self._closed or len(self._waiting) >= MAX_WAITING:
@@ -57,7 +57,7 @@ class GrammarTrials:
 
     @property
     def pid(self) -> int | None:
-        """Return the id of the process, while there is one."""
+        """Return the id of the process; None if it is not running."""
         return self._process.pid if self._process is not None else None
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class GrammarTrials:
             process, self._process = self._process, None
             if process is not None and process.stdin is not None:
                 with contextlib.suppress(OSError):
-                    process.stdin.close()  # at its end the process leaves, with its children
+                    process.stdin.close()  # the process then exits, with its children
         if process is not None:
             try:
                 process.wait(CLOSE_SECONDS)
@@ -77,7 +77,7 @@ class GrammarTrials:
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen([sys.executable, "-m", "spillover.engine.structured.grammar_process"],
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   env=os.environ | {"MALLOC_ARENA_MAX": "1"})  # its children's memory is counted
+                                   env=os.environ | {"MALLOC_ARENA_MAX": "1"})  # keeps children's address space small
         assert process.stdin is not None
         self._process = process
         threading.Thread(target=self._listen, args=(process,), name="spillover-grammar-trials", daemon=True).start()
@@ -96,7 +96,7 @@ class GrammarTrials:
                     if future is not None:
                         future.set_result(verdict)
         with self._lock:
-            if self._process is process:  # it died; the next grammar starts another
+            if self._process is process:  # the process died; the next grammar starts another
                 self._process = None
             lost, self._waiting = self._waiting, {}
         process.wait()

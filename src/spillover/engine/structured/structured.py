@@ -1,7 +1,7 @@
-"""Structured output: which tokens may come next so that the whole output fits a schema, regex, grammar or choice.
+"""Structured output: masks of the tokens that may come next so that the output fits a schema, regex, grammar or choice.
 
-llguidance does the matching. A grammar that has not been seen is first tried out in another process, within limits of
-time and memory (`grammar_trial`); only what passes is compiled here.
+llguidance does the matching. A new grammar is first tried out in another process, within limits of time and memory
+(`grammar_trial`); only a grammar that passes is compiled in this process.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from spillover.errors import GrammarRefused, RequestError
 from spillover.models.tokenizer import Tokenizer
 from spillover.units import format_bytes, parse_bytes
 
-# What masks may cost a request, in CPU time: this at once, and this more with each token. Usual grammars take well
-# under a millisecond a token.
+# CPU time that the masks of a request may take: FIRST_SECONDS, and TOKEN_SECONDS more for each token. Usual grammars
+# take well under a millisecond per token.
 FIRST_SECONDS = 0.5
 TOKEN_SECONDS = 0.005
 REFUSALS_KEPT = 256
-LEAST_BYTES = 64 * 1024  # a kept grammar counts at least this, however small
+LEAST_BYTES = 64 * 1024  # minimum size that a cached grammar counts as
 
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    seconds: float = 3.0  # CPU time to compile one grammar: --grammar-timeout
-    nbytes: int = 256_000_000  # memory for one grammar, and for all that are kept: --grammar-memory
+    seconds: float = 3.0  # maximum CPU time to compile one grammar: --grammar-timeout
+    nbytes: int = 256_000_000  # maximum memory of one grammar, and of all cached grammars: --grammar-memory
 
     @classmethod
     def of(cls, config: EngineConfig) -> GrammarLimits:
@@ -46,35 +46,35 @@ class GrammarLimits:
 
 @dataclass(frozen=True)
 class GrammarStats:
-    """What a compiler has done so far."""
+    """Counters of a grammar compiler."""
 
     compiled: int = 0
-    reused: int = 0  # found among those that are kept
+    reused: int = 0  # number of grammars found in the cache
     kept_bytes: int = 0
-    refused: tuple[tuple[str, int], ...] = ()  # by reason
+    refused: tuple[tuple[str, int], ...] = ()  # number of grammars refused, by reason
 
 
 class Grammar:
-    """Where one sequence stands in its grammar."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], mask_words: int) -> None:
         self._matcher = matcher
         self._eos = eos_token_ids
         self._mask_words = mask_words
         self._accepted = 0
-        self._ends = 0  # end tokens after the matcher had stopped, which it does not count itself
-        self._seconds = 0.0  # CPU time that masks and tokens took
-        self.error: str | None = None  # why the answer cannot go on under this grammar
+        self._ends = 0  # end tokens accepted after the matcher stopped, which does not count them
+        self._seconds = 0.0  # CPU time spent on masks and tokens
+        self.error: str | None = None  # why the request fails under this grammar; None if it has not failed
 
     def copy(self) -> Grammar:
-        """Return the same grammar for another sequence; only before its first token."""
+        """Return the same grammar for another sequence; must be called before the first token."""
         assert not self._accepted
         return Grammar(self._matcher.deep_copy(), self._eos, self._mask_words)
 
     def mask(self) -> bytes:
-        """Return a bit per token of the tokenizer, in 32-bit words, set where it may come next.
+        """Return one bit per token of the tokenizer, in 32-bit words, set if the token may come next.
 
-        The end tokens are set only where the output would be complete.
+        End tokens are set only if the output would be complete.
         """
         words = np.zeros(self._mask_words, dtype=np.uint32)
         if not self.finished:
@@ -88,8 +88,8 @@ class Grammar:
         return words.tobytes()
 
     def draft_masks(self, draft: tuple[int, ...]) -> tuple[tuple[int, ...], bytes]:
-        """Return the beginning of a draft that the grammar allows, and the masks of the position before it and of each
-        of its tokens. Tried on a copy, so that whatever becomes of the draft, this stays where it is."""
+        """Return the longest prefix of a draft that the grammar allows, with the mask for its first token and the masks
+        after each of its tokens. They are computed on a copy: the state of this object does not change."""
         ahead = self.ahead()
         masks, allowed = [ahead.mask()], 0
         for token in draft:
@@ -103,11 +103,11 @@ class Grammar:
         return draft[:allowed], b"".join(masks)
 
     def ahead(self) -> Grammar:
-        """Return a copy that starts where this one stands."""
+        """Return a copy in the current state."""
         return Grammar(self._matcher.deep_copy(), self._eos, self._mask_words)
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; False, and unchanged, where the grammar does not allow it."""
+        """Advance by a token; return False, unchanged, if the grammar does not allow it."""
         if self.finished:
             if token_id not in self._eos:
                 return False
@@ -123,16 +123,16 @@ class Grammar:
 
     @property
     def finished(self) -> bool:
-        """Return whether nothing but an end token can follow."""
+        """Return whether only an end token can follow."""
         return self.error is not None or bool(self._matcher.is_stopped())
 
     @property
     def complete(self) -> bool:
-        """Return whether the output so far fits as a whole, though more may follow."""
+        """Return whether the output so far is a complete match, though more may follow."""
         return bool(self._matcher.is_accepting())
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` accepted tokens."""
+        """Undo the last `count` accepted tokens."""
         if not 0 <= count <= self._accepted:
             raise ValueError(f"cannot take back {count} of {self._accepted} tokens")
         self._accepted -= count
@@ -142,7 +142,7 @@ class Grammar:
             self._matcher.rollback(count - ends)
 
     def _took(self, seconds: float) -> None:
-        """Charge a grammar for its masks, which all requests wait for; one that costs too much ends its request."""
+        """Add time spent on masks, which all requests wait for; set `error` if the grammar is too expensive."""
         self._seconds += seconds
         if self._matcher.is_error():
             reason = str(self._matcher.get_error()).strip().splitlines()[0][:160]
@@ -154,7 +154,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """A compiler for one tokenizer; keeps the last grammars, which requests tend to share. Safe from any thread."""
+    """A compiler of grammars for one tokenizer, with a cache of recent ones. Safe to use from any thread."""
 
     def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits | None = None) -> None:
         if not tokenizer.eos_token_ids:
@@ -166,11 +166,11 @@ class GrammarCompiler:
                                       sorted(tokenizer.special_ids | set(eos)), eos, tokenizer.bos_token_id)
         self._tokenizer = make_tokenizer(self._vocabulary, lambda text: tokenizer.encode(text, False))
         self._trials = GrammarTrials(self._vocabulary, self._limits.seconds, self._limits.nbytes)
-        # A grammar that compiles for seconds does not hold up small ones.
+        # Two pools, so that a grammar that compiles for seconds does not delay small ones.
         self._quick = ThreadPoolExecutor(1, "spillover-grammars")
         self._slow = ThreadPoolExecutor(1, "spillover-large-grammars")
         self._lock = threading.Lock()  # guards all below
-        self._kept: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the bytes that each holds
+        self._kept: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # compiled grammars with their sizes
         self._kept_bytes = 0
         self._refusals: OrderedDict[bytes, GrammarRefused] = OrderedDict()
         self._in_work: dict[bytes, Future[LLMatcher]] = {}
@@ -181,7 +181,7 @@ class GrammarCompiler:
         return self.begin(outputs).result()
 
     def begin(self, outputs: StructuredOutputs) -> Future[Grammar]:
-        """Return the grammar when it is ready, or GrammarRefused; the caller need not wait."""
+        """Start compiling; return a future of the grammar, or of GrammarRefused."""
         made: Future[Grammar] = Future()
 
         def ended(future: Future[LLMatcher]) -> None:
@@ -214,7 +214,7 @@ class GrammarCompiler:
             return GrammarStats(self._compiled, self._reused, self._kept_bytes, tuple(sorted(self._refused.items())))
 
     def close(self) -> None:
-        """End the process that tries grammars out; whoever waits for a grammar is refused."""
+        """Stop the process that tries out grammars; grammars not ready yet are refused."""
         self._trials.close()
         for pool in (self._quick, self._slow):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -224,7 +224,7 @@ class GrammarCompiler:
         return Grammar(matcher.deep_copy(), frozenset(self._vocabulary.eos_ids), words)
 
     def _matcher(self, outputs: StructuredOutputs) -> Future[LLMatcher]:
-        """Return the matcher: kept, on its way for another request already, or tried out and compiled."""
+        """Return a future of the matcher: cached, already being compiled for another request, or compiled now."""
         source = source_of(outputs)
         key = hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         with self._lock:
@@ -290,7 +290,7 @@ class GrammarCompiler:
         future.set_result(matcher)
 
     def _end(self, key: bytes, future: Future[LLMatcher], error: Exception) -> None:
-        """Refuse the grammar and remember it, so that it is not tried again, unless the fault was ours."""
+        """Refuse the grammar; unless the trial was unavailable, cache the refusal so that it is not tried again."""
         with self._lock:
             self._in_work.pop(key, None)
             if isinstance(error, GrammarRefused) and error.reason != "unavailable":

@@ -1,1 +1,1 @@
-"""Weights that are not all on the device: where they live, how they come, and what the model gets to see of them."""
+"""Weights that are not all on the device: where they are stored, how they are fetched, how the model accesses them."""

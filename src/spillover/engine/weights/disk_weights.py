@@ -1,6 +1,6 @@
-"""Units whose home is the checkpoint on disk, for models that host memory has no room for either.
+"""Units whose home is the checkpoint on disk, for models that do not fit into host memory either.
 
-They are read when they are needed or just before, converted as at loading, and kept nowhere: slowly but surely.
+They are read when they are needed or just before, converted as at loading, and not cached, which is slow.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from spillover.models.weights import split_experts
 class DiskWeights:
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader
-        self._lock = threading.Lock()  # readers keep buffers of their own
+        self._lock = threading.Lock()  # guards the reader, which reuses its buffers
         self.bytes_read = 0
 
     def unit(self, part: str, own: Record | None, expert: Record | None, experts: int) -> Tensor:
-        """Read a unit: the bytes that a ring buffer is to hold."""
+        """Read a unit and return its bytes as a ring buffer holds them."""
         own_size = own.nbytes if own is not None else 0
         run = torch.empty(own_size + (expert.nbytes * experts if expert is not None else 0), dtype=torch.uint8)
         with self._lock:

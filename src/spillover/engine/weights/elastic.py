@@ -1,10 +1,10 @@
-"""KV and slots of experts in one run of device memory: as contexts grow KV takes slots, and gives them back.
+"""KV and expert slots in one run of device memory: as contexts grow, KV borrows slots and returns them later.
 
     | KV blocks of the plan | slots of experts ... | slots of transit |
 
-The pool of KV blocks is a view of the whole run, so that a block can lie in any slot: slots that are lent hold the
-blocks that lie in them as a whole. A few side by side are lent at a time, as a block seldom ends where a slot does.
-Addresses never change, and recorded steps stay good.
+The pool of KV blocks is a view of the whole run, so slots can hold blocks: a loan of slots provides the blocks that are
+entirely inside them. A few adjacent slots are lent at a time, because block and slot boundaries seldom coincide.
+Addresses never change, so captured steps stay valid.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from spillover.kernels.huge_pages import map_pages
 
 log = logging.getLogger("spillover.engine")
 
-RUN = 4  # slots side by side that are lent and come back together; fewer where a layer has fewer
+RUN = 4  # maximum number of adjacent slots that are lent and returned together
 
 
 @dataclass(frozen=True)
 class ElasticMemory:
     run: Tensor  # uint8
-    kv_bytes: int  # at the beginning, KV's own
+    kv_bytes: int  # bytes at the beginning of the run that always belong to KV
     slot_bytes: int
 
     @classmethod
@@ -42,17 +42,17 @@ class ElasticMemory:
 
     @property
     def slots(self) -> Tensor:
-        """Return the slots, [slots, bytes of one]."""
+        """Return the slots, [slots, bytes per slot]."""
         return self.run[aligned(self.kv_bytes) :].view(-1, self.slot_bytes)
 
     def pool(self, block_bytes: int) -> Tensor:
-        """Return the blocks, [blocks, bytes of one], over all of it; KV's own are zeroed."""
+        """Return the blocks, [blocks, bytes per block], over the whole run; zero those that always belong to KV."""
         self.run[: self.kv_bytes].zero_()
         count = len(self.run) // block_bytes
         return self.run[: count * block_bytes].view(count, block_bytes)
 
     def blocks_in(self, slots: range, block_bytes: int) -> range:
-        """Return the blocks that lie as a whole in slots side by side."""
+        """Return the blocks that are entirely inside a range of adjacent slots."""
         base = aligned(self.kv_bytes)
         start, end = base + slots.start * self.slot_bytes, base + slots.stop * self.slot_bytes
         return range(-(-start // block_bytes), end // block_bytes)
@@ -60,19 +60,19 @@ class ElasticMemory:
 
 class LendsSlots(Protocol):
     def lend(self, layer: int, most: int) -> range:
-        """Take up to `most` slots of a layer, side by side, out of use; none where it has none to spare."""
+        """Take up to `most` adjacent slots of a layer out of use and return them; empty if it can spare none."""
         ...
 
     def give_back(self, layer: int, slots: range) -> None: ...
 
 
 class SlotLender:
-    """Lends slots of experts to KV, from the layers in turn."""
+    """Lends expert slots to KV, taken from the layers in turn."""
 
     def __init__(self, memory: ElasticMemory, experts: LendsSlots, layers: int, most: int, block_bytes: int,
                  in_order: Callable[[Callable[[], Any]], Any]) -> None:
-        """Make the lender. `most`: slots that may be lent, of all layers together; `in_order` makes a change between
-        two steps."""
+        """Make the lender. `most`: maximum number of slots lent at a time, over all layers; `in_order`: applies a
+        change to the device between two steps."""
         self._memory = memory
         self._experts = experts
         self._layers = layers
@@ -84,7 +84,7 @@ class SlotLender:
 
     @property
     def slots(self) -> int:
-        """Return how many are lent now."""
+        """Return the number of slots that are lent now."""
         return sum(len(slots) for _, slots in self._lent.values())
 
     def lend(self, blocks: int) -> list[Sequence[int]]:
@@ -110,10 +110,10 @@ class SlotLender:
                 continue
             refused = 0
             loan = self._memory.blocks_in(slots, self._block_bytes)
-            if not loan:  # smaller than a block
+            if not loan:  # no whole block fits into these slots
                 self._experts.give_back(layer, slots)
                 return loans
-            self._memory.slots[slots.start : slots.stop].zero_()  # what lay there is no KV, and may not be numbers
+            self._memory.slots[slots.start : slots.stop].zero_()  # expert bytes read as KV could be NaN
             self._lent[loan] = (layer, slots)
             loans.append(loan)
             found += len(loan)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head: found and checked before anything is loaded, then read and bound to the model that it drafts for."""
+"""Loading of an EAGLE-3 head: it is found and checked before anything is loaded, then bound to the target model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from spillover.plan.planner import Plan
 
 @dataclass(frozen=True)
 class PlannedHead:
-    """A head that has been looked at but not loaded."""
+    """A head that has been found and checked but not loaded."""
 
     name: str
     path: Path
@@ -48,7 +48,7 @@ class PlannedHead:
         return HeadSpecs(self.name, layer, len(self.config.taps), self.draft_tokens, self.specs, tokens)
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuse a plan under which a pass of the head would wait for the model's embeddings."""
+        """Raise SpilloverError if under this plan a pass of the head would wait for the model's embeddings."""
         placement = plan.placement
         if placement is not None and placement.parts.get("embed", "resident") != "resident" \
                 and not self.config.own_embedding:
@@ -56,14 +56,14 @@ class PlannedHead:
                                  "device; raise --gpu-memory, or leave the method eagle3 out")
 
     def fingerprint(self, config: EngineConfig, plan: Plan) -> str:
-        """Return what tells KV of this head from that of any other, and of any other use of its weights."""
+        """Return what distinguishes KV of this head from that of other heads and of other uses of its weights."""
         weights = model_fingerprint(self.path, self.config.layer, config.load_format, dtype=plan.dtype,
                                     device=plan.device, seed=config.seed)
         return f"{weights.hex()} {self.config}"
 
 
 def look_at_head(config: EngineConfig, model: ModelConfig) -> PlannedHead | None:
-    """Find the head that is asked for, and hold it against the model; None: none is."""
+    """Find the configured head and check that it fits the model; return None if none is configured."""
     speculation = config.speculation
     if speculation is None or speculation.method != "eagle3" or speculation.model is None:
         return None
@@ -79,7 +79,7 @@ def look_at_head(config: EngineConfig, model: ModelConfig) -> PlannedHead | None
 
 def load_head(config: EngineConfig, plan: Plan, planned: PlannedHead, model: Decoder, weights: EngineWeights,
               kv: KVViews) -> DraftHead:
-    """Read a head and bind it to a model with its weights and KV."""
+    """Load a head and bind it to a model, the model's weights and its KV."""
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     specs = kept_on(planned.specs, plan.device, plan.dtype)
     if config.load_format == "dummy":

@@ -1,4 +1,4 @@
-"""A model's weights, read or made up, and put where the plan says."""
+"""Loads a model's weights, or makes dummy weights, and puts them where the plan says."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ log = logging.getLogger("spillover.engine")
 def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path, transfers: Transfers,
          progress: Progress | None = None, scheme: Scheme | None = None, cuts: Cuts | None = None,
          rank: int = 0) -> EngineWeights:
-    """Load a model's weights. `scheme`: what they are quantised to while they load; None: they stay as the checkpoint
-    has them. `cuts`: where the parts of a rank lie, of which `specs` are; None: all is read."""
+    """Load a model's weights. `scheme`: what they are quantised to while they load; None keeps them as they are in the
+    checkpoint. `cuts`: the pieces of weights that a rank has, which `specs` describe; None reads all weights."""
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     specs = kept_on(specs, plan.device, plan.dtype, not config.fast)
     if (found := dequantized_experts(specs)) is not None:
@@ -64,7 +64,7 @@ def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpec
 
 def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterator[tuple[str, dict[str, Weight]]],
             specs: WeightSpecs, path: Path | None, transfers: Transfers, cuts: Cuts | None = None) -> EngineWeights:
-    """Place the weights. `path`: the checkpoint, where some weights stay on disk."""
+    """Place the weights. `path`: the checkpoint, given if some weights stay on disk."""
     placement = plan.placement
     if placement is None:
         return FixedWeights(dict(parts))
@@ -75,7 +75,7 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
         return ManagedWeights(parts, placement, _managed_memory(config, plan, transfers), torch.device(plan.device))
     disk = None
     if path is not None:
-        # Held open for as long as the engine runs.
+        # The checkpoint stays open as long as the engine runs.
         checkpoint = open_shard(open_checkpoint(path), cuts or {})
         disk = DiskWeights(PartReader(checkpoint, model, specs, getattr(torch, plan.dtype)))
     shared = None
@@ -83,11 +83,11 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
         shared = SharedWeights(socket_path(config.host_pool), transfers.pool)
     weights: EngineWeights
     if isinstance(transfers, CudaTransfers):
-        from spillover.engine.cuda.cuda_placement import place_on_cuda  # needs Triton
+        from spillover.engine.cuda.cuda_placement import place_on_cuda  # imports Triton
 
         weights = place_on_cuda(parts, plan, config, model, disk, transfers, shared)
     else:
-        # Ranks lend no slots to KV, so that their pools lie elsewhere.
+        # Ranks lend no slots to KV, so their KV pools are separate allocations.
         beside = plan.kv_bytes if config.tensor_parallel_size == 1 else 0
         weights = place_on_cpu(parts, placement, config.policy, transfers, disk, beside, shared)
     if shared is not None and shared.nbytes:
@@ -97,7 +97,7 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
 
 
 def _managed_memory(config: EngineConfig, plan: Plan, transfers: Transfers) -> ManagedMemory:
-    """Make what holds managed pages: a CUDA driver, or its emulation on a CPU."""
+    """Make the allocator of managed memory: by the CUDA driver, or emulated on a CPU."""
     if isinstance(transfers, CudaTransfers):
         from spillover.engine.cuda.managed_memory import CudaManagedMemory
 
@@ -111,7 +111,7 @@ def _on_disk(plan: Plan) -> bool:
 
 
 def _stays(plan: Plan, part: str, spec: WeightSpec) -> bool:
-    """Return whether a weight is resident."""
+    """Return whether the plan keeps a weight on the device."""
     placement = plan.placement
     if placement is None:
         return True

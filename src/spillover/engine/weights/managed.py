@@ -1,7 +1,7 @@
-"""Weights in managed memory: computed with where they lie, while their pages come by being touched or ahead of that.
+"""Weights in managed memory: kernels use them in place; their pages move when they are touched, or are prefetched.
 
-The budget is kept here and not by the driver: before a step uses units whose pages the device has no room for, those
-unused for longest are sent back to the host. A unit is a part's own weights or one expert, in whole pages of its own.
+The budget is kept here and not by the driver: before a step uses units for whose pages the device has no room, the
+least recently used ones are sent to the host. A unit is a part's weights without experts or one expert, in whole pages.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from spillover.models.weights import PartWeights, one_expert_of, split_experts
 from spillover.plan.placement import WeightPlan
 from spillover.plan.strategies import managed_page
 
-OWN = 0  # index of a part's own weights among its units; its experts follow
-Unit = tuple[int, int]  # part in the order of a step, index
+OWN = 0  # index of the unit with a part's weights without experts; the units of its experts follow
+Unit = tuple[int, int]  # (index of the part in the order of a step, index of the unit in the part)
 
 
 @dataclass(frozen=True)
 class ManagedPart:
-    """One part: its weights where they lie, and the pages of its units."""
+    """One part: its weights as views of managed memory, and the pages of its units."""
 
     weights: PartWeights
-    pages: tuple[Pages, ...]  # of its own weights, then of each expert
-    filled: tuple[int, ...]  # bytes of each that mean something; padding follows
+    pages: tuple[Pages, ...]  # pages of the weights without experts, then of each expert
+    filled: tuple[int, ...]  # bytes of each unit without the padding that follows
 
     @property
     def whole(self) -> Pages:
@@ -52,7 +52,7 @@ class ManagedWeights:
     """All parts of a model in managed memory."""
 
     memory = experts = None
-    graphs: GraphAware = PassingLayers(GraphAware())  # the host keeps the budget, layer by layer
+    graphs: GraphAware = PassingLayers(GraphAware())  # no capture: the host enforces the budget layer by layer
 
     def __init__(self, parts: Parts, placement: WeightPlan, memory: ManagedMemory, device: torch.device) -> None:
         self._pages = memory
@@ -66,15 +66,15 @@ class ManagedWeights:
                  for index, pages in enumerate(each.pages)}
         self._residency = Residency(sizes, placement.device_bytes)
         self.host_bytes = sum(sizes.values())
-        self._rows = 1  # tokens of the last mixture
-        self._ahead: Collection[Unit] = ()  # what is on its way for the next part
+        self._rows = 1  # number of tokens of the last mixture
+        self._ahead: Collection[Unit] = ()  # units of the next part whose prefetch is in flight
         self._hits = self._misses = self._fetches = self._moved = self._back = 0
-        self._faults = memory.faults or 0  # of loading
+        self._faults = memory.faults or 0  # faults during loading, which do not count
         self.strategy = "uvm"
         self.follow(placement.strategy)
 
     def follow(self, strategy: str) -> None:
-        """Bring pages by another strategy from now on: uvm, uvm-prefetch or uvm-advise. The device has none then."""
+        """Send all pages to the host and use another strategy from now on: uvm, uvm-prefetch or uvm-advise."""
         self._send_all_back()
         if (strategy == "uvm-advise") != (self.strategy == "uvm-advise"):
             self._pages.advise([part.whole for part in self._parts], strategy == "uvm-advise")
@@ -84,7 +84,7 @@ class ManagedWeights:
         return _Entered(self, self._index[name])
 
     def enter(self, index: int) -> PartWeights:
-        """Make room for a part's own weights, and bring what the strategy brings ahead."""
+        """Reserve room for a part's weights without experts, and start the prefetch of the strategy, if any."""
         if self._ahead:
             self._pages.wait()
             self._ahead = ()
@@ -94,7 +94,7 @@ class ManagedWeights:
         return self._parts[index].weights
 
     def use_experts(self, index: int, chosen: Sequence[int], rows: int) -> None:
-        """Make room for the experts that a step of n rows goes to."""
+        """Reserve room for the experts that are chosen by a step of `rows` rows."""
         self._rows = rows
         coming = self._use([(index, OWN), *((index, OWN + 1 + expert) for expert in chosen)])
         missed = sum(unit != OWN for _, unit in coming)
@@ -102,7 +102,7 @@ class ManagedWeights:
         self._hits += len(chosen) - missed
 
     def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None:
-        """Send all pages back before a sleep; they come again when they are used."""
+        """Send all pages to the host before a sleep; they return when they are used."""
         if asleep:
             self._send_all_back()
 
@@ -112,7 +112,7 @@ class ManagedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Return the most bytes that can be on the device."""
+        """Return an upper bound of the bytes on the device now."""
         return self._residency.held_bytes
 
     @property
@@ -125,7 +125,7 @@ class ManagedWeights:
                              faults=faults)
 
     def close(self) -> None:
-        """Let go of the memory, which goes with the last tensor over it."""
+        """Release the memory, which is freed with the last tensor over it."""
         if self._ahead:
             self._pages.wait()
         self._residency.clear()
@@ -144,7 +144,7 @@ class ManagedWeights:
         pages = [Pages(run.data_ptr(), start)]
         pages += [Pages(run.data_ptr() + start + index * stride, stride) for index in range(count)]
         filled = [record.nbytes] + [expert.nbytes if expert is not None else 0] * count
-        self._pages.bring(_cut(pages, filled))  # made there at once, not fault by fault
+        self._pages.bring(_cut(pages, filled))  # allocates the pages on the device at once, not fault by fault
         record.write(own, run[: record.nbytes])
         part = cast(PartWeights, record.bind(run[: record.nbytes]))
         if expert is not None:
@@ -157,7 +157,7 @@ class ManagedWeights:
 
     def _use(self, units: Sequence[Unit]) -> Sequence[Unit]:
         change = self._residency.use(units, self._ahead)
-        if change is None:  # what was brought ahead took the room of what is needed now
+        if change is None:  # prefetched units leave too little room for the units that are needed now
             self._pages.wait()
             self._ahead = ()
             change = self._residency.use(units)
@@ -166,13 +166,13 @@ class ManagedWeights:
         return change.coming
 
     def _bring_next(self, index: int) -> None:
-        """Bring the next part beside what this one computes; its experts too where a step goes to nearly all."""
+        """Prefetch the next part while this one is computed, with its experts if the step has at least as many rows."""
         after = (index + 1) % len(self._parts)
         count = len(self._parts[after].pages) - 1
         units: list[Unit] = [(after, OWN)]
         if self._rows >= count:
             units += [(after, OWN + 1 + expert) for expert in range(count)]
-        # Nothing of this part may leave: its router has not chosen yet.
+        # No unit of the current part may be evicted: its router has not chosen experts yet.
         own = {(index, each) for each in range(len(self._parts[index].pages))}
         change = self._residency.use(units, own)
         if change is not None and change.coming:
@@ -203,13 +203,13 @@ class ManagedWeights:
         return sum(self._parts[part].filled[index] for part, index in units)
 
     def _ranges(self, units: Iterable[Unit]) -> list[Pages]:
-        """Return the pages of units, as one range where they lie beside each other in one allocation."""
+        """Return the pages of units, with adjacent pages of one allocation joined into one range."""
         return [pages for part, listed in itertools.groupby(sorted(units), key=lambda unit: unit[0])
                 for pages in joined(self._parts[part].pages[index] for _, index in listed)]
 
 
 class _Entered:
-    """A part in use: it stays counted after, until its room is needed."""
+    """The context manager of a part in use; after it, the part counts as on the device until it is evicted."""
 
     def __init__(self, weights: ManagedWeights, index: int) -> None:
         self._weights = weights
@@ -224,7 +224,7 @@ class _Entered:
 
 
 class ManagedExperts:
-    """One layer's experts, a LayerExperts; the host waits for the router, to make room for those it chose."""
+    """The experts of one layer, a LayerExperts; the host waits for the router and reserves room for its choice."""
 
     def __init__(self, weights: ManagedWeights, index: int, first: Experts, second: Experts) -> None:
         self._weights = weights
@@ -243,19 +243,19 @@ class ManagedExperts:
         return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
 
     def in_one_pass(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
-        """Return the mixture by the kernels of a CUDA device."""
+        """Return the mixture, computed by the kernels for experts in slots, which run on a CUDA device."""
         first, second = self._first, self._second
         passes = begin_passes(x, scores, k, renormalize, first.gemm, second.width, limit)
         chosen = _different(passes.ids)
         self._weights.use_experts(self._index, chosen, x.shape[0])
-        row = torch.full((first.count,), NONE, dtype=torch.int32)  # no page of the others is touched
+        row = torch.full((first.count,), NONE, dtype=torch.int32)  # experts without a slot: their pages stay untouched
         row[chosen] = torch.tensor(chosen, dtype=torch.int32)
         passes.add(first, second, row.to(x.device))
         return passes.end()
 
 
 def _as_tensor(buffer: Any, device: torch.device) -> Tensor:
-    """Return managed memory as bytes, where it is."""
+    """Return managed memory as a tensor of bytes, without a copy."""
     if device.type == "cpu":
         return torch.frombuffer(buffer, dtype=torch.uint8)
     run = torch.as_tensor(buffer, device=device)
@@ -264,7 +264,7 @@ def _as_tensor(buffer: Any, device: torch.device) -> Tensor:
 
 
 def _cut(pages: Iterable[Pages], filled: Iterable[int]) -> list[Pages]:
-    """Return pages without their padding."""
+    """Return ranges without the padding at their ends."""
     return [Pages(each.address, nbytes) for each, nbytes in zip(pages, filled, strict=True)]
 
 

@@ -1,7 +1,7 @@
-"""A model's weights laid out by a plan: what stays, what passes through buffers, and what is fetched expert by expert.
+"""A model's weights laid out by a plan: resident weights, units that pass through a ring, experts fetched one by one.
 
-Parts come one after another from the loader; each is split into what the plan keeps on the device and what goes to
-host memory as records, or stays on disk. Nothing here decides where anything goes.
+The loader yields parts one after another; each is split into the weights that the plan keeps on the device and those
+that go to host memory as records, or stay on disk. All decisions about placement are the plan's.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from spillover.models.weight_specs import layer_part
 from spillover.models.weights import PartWeights, ResidentWeights, Weights, one_expert_of, split_experts
 from spillover.plan.placement import WeightPlan
 
-Parts = Iterable[tuple[str, dict[str, Weight]]]  # as the loader gives them, one after another
+Parts = Iterable[tuple[str, dict[str, Weight]]]  # (part, its weights), as the loader yields them one after another
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What passes through the ring together: a part's own weights, its experts, or both."""
+    """Weights that pass through the ring together: a part's weights without experts, its experts, or both."""
 
     own: Record | None
     expert: Record | None
     experts: int
-    run: Tensor | None  # in host memory; None: on disk
+    run: Tensor | None  # the unit's bytes in host memory; None if it is on disk
 
     @property
     def nbytes(self) -> int:
@@ -63,10 +63,10 @@ def unit_bytes(own: Record | None, expert: Record | None, experts: int) -> int:
 
 
 class PassingPart:
-    """A part some of whose weights pass through the ring: in use from entering to leaving."""
+    """The context manager of a part with weights that pass through the ring; inside, its buffer is in use."""
 
     def __init__(self, unit: str, ring: Ring, whole: Sequence[PartWeights]) -> None:
-        """Make a part that passes through the ring. `whole`: the part, by the buffer that its unit is in."""
+        """Make a part that passes through the ring. `whole`: for each buffer, the part with its unit in that buffer."""
         self._unit = unit
         self._ring = ring
         self._whole = whole
@@ -83,11 +83,11 @@ class PassingPart:
 
 
 class PlacedParts:
-    """Parts as they come from the loader, put where the plan says."""
+    """The parts received from the loader, each put where the plan says."""
 
     def __init__(self, placement: WeightPlan, device: torch.device, transfers: Transfers,
                  disk: DiskWeights | None, shared: SharedWeights | None = None) -> None:
-        """Begin without parts. `shared`: keeps what goes to host memory, once for all engines of the machine."""
+        """Start without parts. `shared`: keeps weights in host memory, one copy for all engines of the machine."""
         self.shared = shared
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.placement = placement
@@ -95,14 +95,14 @@ class PlacedParts:
         self.transfers = transfers
         self.disk = disk
         self.resident: dict[str, dict[str, Weight]] = {}
-        self.experts: dict[str, LayerExperts] = {}  # by part, where they are fetched one by one
+        self.experts: dict[str, LayerExperts] = {}  # by part: experts fetched one by one, or computed by the host
         self.units: dict[str, Unit] = {}
         self.expert_record: Record | None = None
         self.num_experts = 0
-        self.expert_runs: dict[int, Tensor | None] = {}  # by layer: [experts, record] in host memory; None: on disk
+        self.expert_runs: dict[int, Tensor | None] = {}  # by layer: [experts, record] in host memory, None if on disk
 
     def put(self, part: str, weights: Mapping[str, Weight]) -> Tensor | None:
-        """Give back the layer's experts as records where they are fetched one by one, so that slots can be filled."""
+        """Store a part; return its experts as records if they are fetched one by one, so that slots can be filled."""
         own, experts = split_experts(weights)
         layer = int(part.removeprefix("layers.")) if experts else -1
         expert_where = self.placement.experts.get(layer, "resident")
@@ -125,7 +125,7 @@ class PlacedParts:
         return records
 
     def expert_source(self, layer: int, expert: int) -> Source:
-        """Return one expert's record in host memory, or what reads it from disk."""
+        """Return one expert's record in host memory, or a function that reads it from disk."""
         runs, record = self.expert_runs[layer], self.expert_record
         assert record is not None
         if runs is not None:
@@ -135,12 +135,12 @@ class PlacedParts:
         return lambda: disk.expert(layer_part(layer), record, expert)
 
     def expert_bytes(self, layer: int, expert: int) -> Tensor:
-        """Return one expert's record, read now if need be."""
+        """Return one expert's record; read it from disk if it is not in host memory."""
         source = self.expert_source(layer, expert)
         return source if isinstance(source, Tensor) else source()
 
     def ring(self) -> Ring | None:
-        """Return what the units pass through."""
+        """Return the ring that the units pass through; None if there are no units."""
         if not self.units:
             return None
         sizes = {part: unit.nbytes for part, unit in self.units.items()}
@@ -149,11 +149,11 @@ class PlacedParts:
         return Ring(buffers, list(self.units), sizes, self._unit_source, self.transfers, ahead=count > 1)
 
     def _host(self, nbytes: int, write: Callable[[Tensor], object]) -> Tensor:
-        """Put weights in host memory, which the device may read. `write` writes their bytes."""
+        """Put weights in host memory that the device can read. `write`: writes their bytes."""
         if self.shared is not None:
             if len(self._scratch) < nbytes:
                 self._scratch = torch.empty(nbytes, dtype=torch.uint8)
-            content = self._scratch[:nbytes].zero_()  # between weights, too: what is the same must look the same
+            content = self._scratch[:nbytes].zero_()  # zeroed so that padding is equal too when weights are compared
             write(content)
             kept = self.shared.keep(content.numpy().data)
             if kept is not None:
@@ -173,7 +173,7 @@ class PlacedParts:
         return lambda: disk.unit(part, unit.own, unit.expert, unit.experts)
 
     def _records(self, experts: Mapping[str, Weight]) -> Tensor:
-        """Return [experts, record], where the experts are."""
+        """Return the experts as records [experts, record], on the device where they are."""
         data = tensors_of(next(iter(experts.values())))[0]
         record = self.expert_record = self.expert_record or Record.of(one_expert_of(experts))
         self.num_experts = data.shape[0]
@@ -201,16 +201,16 @@ class PlacedParts:
 
 
 class ExpertStore(LendsSlots, Protocol):
-    """Experts of all layers that are fetched one by one, or computed on the host."""
+    """The experts of all layers whose experts are fetched one by one or computed on the host."""
 
     @property
     def traffic(self) -> WeightTraffic: ...
 
     @property
-    def nbytes(self) -> int: ...  # on the device
+    def nbytes(self) -> int: ...  # bytes on the device
 
     def sleep(self) -> None:
-        """Give the device's memory back; what lay there is lost."""
+        """Free the device's memory; its contents are lost."""
 
     def wake_up(self) -> None: ...
 
@@ -218,10 +218,10 @@ class ExpertStore(LendsSlots, Protocol):
 
 
 class EngineWeights(Weights, Protocol):
-    """What an engine asks of a model's weights, wherever they lie."""
+    """The interface of a model's weights for an engine, independent of where they are stored."""
 
     @property
-    def memory(self) -> ElasticMemory | None: ...  # of slots and KV together
+    def memory(self) -> ElasticMemory | None: ...  # memory that slots and KV share; None if there are no slots
 
     @property
     def experts(self) -> ExpertStore | None: ...
@@ -233,7 +233,7 @@ class EngineWeights(Weights, Protocol):
     def resident_parts(self) -> Mapping[str, Mapping[str, Weight]]: ...
 
     @property
-    def nbytes(self) -> int: ...  # on the device
+    def nbytes(self) -> int: ...  # bytes on the device
 
     @property
     def host_bytes(self) -> int: ...
@@ -246,7 +246,7 @@ class EngineWeights(Weights, Protocol):
 
 
 class FixedWeights(ResidentWeights):
-    """All weights on the device, for as long as the engine runs."""
+    """Weights that are all on the device as long as the engine runs, except while it sleeps."""
 
     memory = experts = None
     graphs = GraphAware()
@@ -264,19 +264,19 @@ class FixedWeights(ResidentWeights):
 
 
 class PlacedWeights:
-    """All parts, each entered where the plan put it."""
+    """The weights of a model under a placement: every part is accessed where the plan put it."""
 
     def __init__(self, placed: PlacedParts, experts: ExpertStore | None,
                  memory: ElasticMemory | None = None, graphs: GraphAware | None = None) -> None:
-        """Hold the weights. `memory`: of slots and KV together, where there are slots; `graphs`: None on a CPU, which
-        captures none."""
+        """Hold the weights. `memory`: memory that slots and KV share, if there are slots; `graphs`: None on a CPU,
+        where nothing is captured."""
         self.memory = memory
         self.experts = experts
         self.graphs = graphs or GraphAware()
         self._resident = ResidentWeights(placed.resident, placed.experts)
         self._pool, self._disk, self._shared = placed.transfers.pool, placed.disk, placed.shared
         self._ring = placed.ring()
-        # By part that passes through the ring: its weights in each buffer.
+        # For every part that passes through the ring: its weights as views of each buffer.
         self._bound = {} if self._ring is None else {
             part: [unit.bind(buffer) for buffer in self._ring.buffers] for part, unit in placed.units.items()
         }
@@ -284,14 +284,14 @@ class PlacedWeights:
 
     @property
     def resident_parts(self) -> Mapping[str, Mapping[str, Weight]]:
-        """Return what of each part stays on the device."""
+        """Return the weights of each part that stay on the device."""
         return self._resident.parts
 
     def part(self, name: str) -> AbstractContextManager[PartWeights]:
         return self._passing[name] if name in self._passing else self._resident.part(name)
 
     def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None:
-        """Move what is resident; what the device held of the rest is fetched again once it is back."""
+        """Move the resident weights; copies of other weights on the device are dropped and fetched again later."""
         self._resident.move(copy, asleep)
         self._passing = self._enter_by_ring()
         if self._ring is not None:
@@ -302,7 +302,7 @@ class PlacedWeights:
             self.experts.wake_up()
 
     def _enter_by_ring(self) -> dict[str, PassingPart]:
-        """Return how each part that passes through the ring is entered, beside what stays of it."""
+        """Return the context manager of each part that passes through the ring, with its resident weights included."""
         if self._ring is None:
             return {}
         return {part: PassingPart(part, self._ring, [self._resident.whole(part, passing) for passing in bound])
@@ -316,13 +316,13 @@ class PlacedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes on the device, for ever or in passing."""
+        """Return the bytes on the device: resident weights, ring and expert slots."""
         ring = sum(buffer.numel() for buffer in self._ring.buffers) if self._ring is not None else 0
         return self._resident.nbytes + ring + (self.experts.nbytes if self.experts is not None else 0)
 
     @property
     def host_bytes(self) -> int:
-        """Return the bytes in host memory, those in a shared pool too."""
+        """Return the bytes in host memory, including those in a shared pool."""
         shared = self._shared.nbytes if self._shared is not None else 0
         return self._pool.bytes_by_use.get("weights", 0) + shared
 

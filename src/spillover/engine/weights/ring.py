@@ -1,7 +1,7 @@
 """Buffers on the device that units of weights pass through, one after another in the order of a step.
 
-With `ahead`, the units that follow are on their way while one is computed with; without it each is fetched when it is
-asked for, and stays until its buffer is needed.
+With `ahead`, the following units are copied while the current one is in use; without it, a unit is fetched when it is
+needed, and stays until its buffer is needed for another.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from spillover.memory.transfer.link_queue import Priority
 from spillover.memory.transfer.transfers import Transfers
 
-Source = Tensor | Callable[[], Tensor]  # what has to be read first is called on a thread that computes nothing
+Source = Tensor | Callable[[], Tensor]  # a function reads from disk, and is called on a thread that computes nothing
 
 
 class Ring:
     def __init__(self, buffers: Sequence[Tensor], order: Sequence[str], sizes: Mapping[str, int],
                  source: Callable[[str], Source], transfers: Transfers, ahead: bool) -> None:
-        """Make the ring. `order`: the units in the order of their use in a step, which begins again after the last;
-        `source`: the bytes of one, at home."""
+        """Make the ring. `order`: the units in the order of their use in a step; after the last, the first follows;
+        `source`: returns a unit's bytes at its home."""
         self._buffers = buffers
         self._nbytes = [buffer.untyped_storage().nbytes() for buffer in buffers]
         self._order = list(order)
@@ -30,14 +30,14 @@ class Ring:
         self._source = source
         self._transfers = transfers
         self._ahead = ahead
-        # One for all: copies of unlike priority are not ordered, and two may go to one buffer.
+        # All copies have one priority: those of different priorities are not ordered, and may go to the same buffer.
         self._priority = Priority.PREFETCH if ahead else Priority.DEMAND
         self._holds: list[str | None] = [None] * len(buffers)
-        self._tickets: list[Any] = [None] * len(buffers)  # of the copy that brings it
-        self._marks: list[Any] = [None] * len(buffers)  # after the last use
+        self._tickets: list[Any] = [None] * len(buffers)  # ticket of the last copy into each buffer
+        self._marks: list[Any] = [None] * len(buffers)  # mark after the last use of each buffer
         self._users = [0] * len(buffers)
-        self._last = 0
-        self._used_at = [0] * len(buffers)
+        self._last = 0  # clock, in acquisitions
+        self._used_at = [0] * len(buffers)  # clock at the last use of each buffer
         self.bytes_moved = 0
         self.fetches = 0
 
@@ -46,7 +46,7 @@ class Ring:
         return self._buffers
 
     def acquire(self, unit: str) -> int:
-        """Return the buffer that holds the unit, to be computed with until `release`."""
+        """Return the index of the buffer that holds the unit, which stays there until `release`."""
         index = self._find(unit)
         if index is None:
             index = self._fetch(unit, ())
@@ -64,7 +64,7 @@ class Ring:
         self._marks[index] = self._transfers.mark()
 
     def resize(self, empty: bool) -> None:
-        """Give the buffers' memory back, or take it again; what they held is lost."""
+        """Free the buffers' memory, or allocate it again; their contents are lost."""
         for buffer, nbytes in zip(self._buffers, self._nbytes, strict=True):
             buffer.untyped_storage().resize_(0 if empty else nbytes)
         self._holds = [None] * len(self._buffers)
@@ -80,8 +80,8 @@ class Ring:
         return self._holds.index(unit) if unit in self._holds else None
 
     def _fetch(self, unit: str, keep: Sequence[str]) -> int | None:
-        """Fetch the next unit into a buffer that nobody uses and that holds none of `keep`, the one unused for
-        longest."""
+        """Fetch a unit into the least recently used buffer that is not in use and holds none of `keep`; return its
+        index, None if there is no such buffer."""
         free = [index for index, held in enumerate(self._holds) if not self._users[index] and held not in keep]
         if not free:
             return None

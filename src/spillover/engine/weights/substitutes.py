@@ -1,7 +1,7 @@
 """Substitutes: rounded copies of layers that do not stay on the device, with which a second runner drafts.
 
-Everything else, the layers that stay, the embedding, the norms and the head, is shared with the weights themselves.
-Where every layer stays, a pass that drafts takes as long as it reads weights, so the head has a copy too.
+Everything else, the layers that stay, the embedding, the norms and the head, is shared with the model's weights. Where
+every layer stays, the time of a drafting pass is that of reading weights, so the head gets a rounded copy too.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from spillover.models.weight_specs import WeightSpecs, kept_on
 from spillover.plan.planner import Plan
 from spillover.plan.substitutes import INSTEAD
 
-HEAD_BITS = 8  # of a copy of the head: with 4 it would say another token too often
-GROUP = 64  # columns that share a scale, where it divides every row: half as many cost acceptance, twice as many room
+HEAD_BITS = 8  # bits per weight of the head's copy: with 4 it would choose a different token too often
+GROUP = 64  # columns that share a scale, where it divides every row: 128 would cost acceptance, 32 memory
 
 Parts = dict[str, dict[str, Weight]]
 
 
 @dataclass(frozen=True)
 class Substitutes:
-    """How copies of a model's layers are made."""
+    """The description of the rounded copies of a model's layers."""
 
     scheme: Scheme
-    config: ModelConfig  # of the model as it would be with all layers rounded
-    specs: WeightSpecs  # of the layers, and of the head
+    config: ModelConfig  # configuration of the model with all layers rounded
+    specs: WeightSpecs  # specs of the copies of the layers, and of the head if it is copied
 
     def with_head(self, specs: WeightSpecs) -> Substitutes:
-        """Return the same with a copy of the head, in HEAD_BITS; without one where the model, whose `specs` these are,
-        has it in codes already."""
+        """Return the same with a copy of the head in HEAD_BITS; unchanged if the model's head is quantised already.
+        `specs`: those of the model."""
         part = "embed" if self.config.tie_embeddings else "head"
         rounded = RoundedInt(HEAD_BITS, self.scheme.group, self.scheme.dtype)
         copied = [replace(spec, format=rounded) for spec in specs.get(part, ()) if spec.format == DENSE]
         return replace(self, specs={**self.specs, part: copied}) if copied else self
 
     def of(self, plan: Plan) -> WeightSpecs:
-        """Return those of what the plan wants copies of: the layers that stream, or everything where none does."""
+        """Return the specs that the plan needs copies of: parts that are not resident, or all if everything is."""
         placement = plan.placement
         if placement is None:
             return self.specs
@@ -61,7 +61,7 @@ class Substitutes:
 
 def choose_substitutes(kind: str, config: EngineConfig, hf_config: Mapping[str, Any], path: Path,
                        specs: WeightSpecs) -> Substitutes:
-    """Choose how the layers of a checkpoint are rounded. `specs`: of the model itself, as its checkpoint has it."""
+    """Choose how the layers of a checkpoint are rounded. `specs`: those of the model as in its checkpoint."""
     if config.load_format == "null":
         raise SpilloverError(f"--load-format null has no weights that a draft could be made with; {INSTEAD}")
     held = hf_config.get("quantization_config")
@@ -80,9 +80,9 @@ def choose_substitutes(kind: str, config: EngineConfig, hf_config: Mapping[str, 
 
 def load_substitutes(config: EngineConfig, plan: Plan, substitutes: Substitutes, path: Path,
                      progress: Progress | None = None) -> Parts:
-    """Read once more what the plan wants copies of, and round it."""
+    """Read the weights that the plan needs copies of again, rounded."""
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
-    # Drafts may differ from batch to batch, so that the fastest products serve.
+    # Drafts need not be batch-invariant, so the fastest kernels may be used.
     specs = kept_on(substitutes.of(plan), plan.device, plan.dtype)
     if config.load_format == "dummy":
         return dict(dummy_parts(specs, dtype, device, config.seed))
@@ -91,22 +91,22 @@ def load_substitutes(config: EngineConfig, plan: Plan, substitutes: Substitutes,
 
 
 class SubstituteWeights(FixedWeights):
-    """The weights of a model that drafts: copies of some, and all else as the other weights hold it."""
+    """The weights of a model that drafts: rounded copies of some, and the model's own tensors for all others."""
 
     def __init__(self, weights: EngineWeights, copies: Parts) -> None:
         super().__init__(_beside(weights.resident_parts, copies))
         self._weights = weights
-        self._copied = {part: tuple(copied) for part, copied in copies.items()}  # names of weights
+        self._copied = {part: tuple(copied) for part, copied in copies.items()}  # part -> names of the copied weights
 
     def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None:
-        """Move the copies, and take all else from the other weights, which were moved before."""
+        """Move the copies, and refer to the other tensors of the model's weights, which were moved before."""
         self.parts = {**self._copies()}
         super().move(copy, asleep)
         super().__init__(_beside(self._weights.resident_parts, self.parts))
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the copies: the rest is counted where it is held."""
+        """Return the bytes of the copies; shared tensors are counted with the model's weights."""
         return sum(int(weight.nbytes) for copied in self._copies().values() for weight in copied.values())
 
     def _copies(self) -> Parts:
@@ -114,5 +114,5 @@ class SubstituteWeights(FixedWeights):
 
 
 def _beside(shared: Mapping[str, Mapping[str, Weight]], copies: Mapping[str, Mapping[str, Weight]]) -> Parts:
-    """Return all parts, each with its copies in the place of what is shared."""
+    """Return all parts, in which copies replace shared weights of the same name."""
     return {part: {**shared.get(part, {}), **copies.get(part, {})} for part in {**shared, **copies}}

@@ -1,4 +1,4 @@
-"""What weights that are not resident cost: bytes that moved, and where the experts that tokens asked for were."""
+"""Counters of weights that are not resident: bytes moved, and where the experts that steps needed were found."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """Since the weights were loaded."""
+    """Counts since the weights were loaded."""
 
-    bytes_moved: int = 0  # to the device, for use
-    fetches: int = 0  # copies, of layers or experts
-    disk_bytes: int = 0  # of them, read from disk first
-    expert_hits: int = 0  # experts of a layer that a step asked for: on the device,
-    expert_misses: int = 0  # brought there,
-    expert_hosted: int = 0  # or computed by the host
-    bytes_back: int = 0  # copied from the device to the host: pages of managed memory alone do that
-    faults: int = 0  # pages of managed memory that came by being touched, where they are counted
+    bytes_moved: int = 0  # bytes of weights that were copied to the device
+    fetches: int = 0  # number of copies to the device, of layers or experts
+    disk_bytes: int = 0  # bytes of weights that were read from disk
+    expert_hits: int = 0  # experts of a layer that a step needed and found on the device
+    expert_misses: int = 0  # experts that a step needed and that were fetched to the device
+    expert_hosted: int = 0  # experts that a step needed and that the host computed
+    bytes_back: int = 0  # bytes copied from the device to the host, which only happens to managed memory
+    faults: int = 0  # pages of managed memory that moved because they were touched, where faults are counted
 
     @property
     def hit_rate(self) -> float | None:

@@ -1,1 +1,1 @@
-"""One file per kind of task: how items are read, what a model is asked, how its answer is judged."""
+"""One module per kind of task: how items are read, what is sent to the model, and how its answer is scored."""

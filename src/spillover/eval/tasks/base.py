@@ -1,4 +1,4 @@
-"""What a task is, and where its data lies."""
+"""The interface of tasks, and functions that read their data files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from spillover.eval.target import Target
 @dataclass(frozen=True)
 class Item:
     id: str  # the same in every run over the same file
-    ask: Any  # what the task's `ask` needs
+    ask: Any  # input of the task's `ask`
 
 
 @dataclass(frozen=True)
 class Answer:
-    values: Mapping[str, float]  # what metrics add up
-    detail: Mapping[str, Any] = field(default_factory=dict)  # for people who look into the file
+    values: Mapping[str, float]  # values that metrics sum up
+    detail: Mapping[str, Any] = field(default_factory=dict)  # details for people who read the file
 
 
 class Task(Protocol):
@@ -34,7 +34,7 @@ class Task(Protocol):
     def metrics(self) -> tuple[Metric, ...]: ...
 
     @property
-    def settings(self) -> Mapping[str, Any]: ...  # what the answers depend on besides the model
+    def settings(self) -> Mapping[str, Any]: ...  # everything the answers depend on besides the model
 
     def items(self, target: Target) -> Sequence[Item]: ...
 
@@ -52,7 +52,7 @@ class DataFile:
 
 
 def read_data(task: str, folder: Path, given: str | None, names: Sequence[str], form: str) -> DataFile:
-    """Read a task's file: the one given, looked for as it is and in the folder, else the first of `names` there."""
+    """Read a task's file: the given one, as a path or in the folder; otherwise the first of `names` in the folder."""
     places = [Path(given), folder / given] if given is not None else [folder / name for name in names]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
@@ -66,7 +66,7 @@ def read_data(task: str, folder: Path, given: str | None, names: Sequence[str], 
 
 
 def json_lines(file: DataFile, fields: Sequence[str], form: str) -> list[dict[str, Any]]:
-    """Return the file's objects, one a line, each of which has the fields."""
+    """Return the objects of the file, one per line, and check that each has the fields."""
     rows = []
     for number, line in enumerate(text_of(file).split("\n"), 1):
         if not line.strip():

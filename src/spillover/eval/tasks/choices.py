@@ -1,7 +1,7 @@
-"""Multiple choice by log likelihood: HellaSwag, ARC and MMLU, asked as lm_eval asks them.
+"""Multiple choice by log likelihood: HellaSwag, ARC and MMLU, with the prompts of lm_eval.
 
-A choice's score is the sum of its tokens' log probabilities after the question (acc), or that sum over its characters
-(acc_norm); the highest is chosen, the first of equals.
+A choice's score is the sum of its tokens' log probabilities after the question (acc), or that sum divided by its number
+of characters (acc_norm); the highest score wins, the first of equals.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class ChoiceTask:
 def encode(tokenize: Callable[[str], list[int]], question: Question) -> list[Prompt]:
     """Return the question with each choice after a space, and where the choice begins.
 
-    A choice's tokens are those of the whole beyond as many as the question alone has. Spaces at the question's end
-    count to the choice, as tokens begin with a space."""
+    A choice's tokens are those of the whole text after as many as the question has. Spaces at the question's end count
+    to the choice, as tokens begin with one."""
     text = question.text.rstrip()
     start = len(tokenize(text))
     spaces = question.text[len(text):]
@@ -64,7 +64,7 @@ def encode(tokenize: Callable[[str], list[int]], question: Question) -> list[Pro
 
 
 def choose(question: Question, sums: Sequence[float]) -> tuple[int, int]:
-    """Return the choice of the highest sum, and of the highest sum a character."""
+    """Return the choice with the highest sum, and the one with the highest sum per character."""
     by_character = [total / max(1, len(choice)) for total, choice in zip(sums, question.choices, strict=True)]
     places = range(len(sums))
     return max(places, key=sums.__getitem__), max(places, key=by_character.__getitem__)
@@ -126,6 +126,6 @@ def _question(file: DataFile, make: Callable[[], Question], form: str) -> Questi
 
 
 def _cleaned(text: str) -> str:
-    """Return WikiHow's text without its marks, as lm_eval cleans it."""
+    """Return WikiHow's text without its markup, as lm_eval cleans it."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")

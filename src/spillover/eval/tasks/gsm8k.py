@@ -1,7 +1,7 @@
-"""GSM8K: grade-school problems, whose answer is a number that is found in the text.
+"""GSM8K: grade-school problems whose answer is a number that is extracted from the text.
 
 `gsm8k` is lm_eval's gsm8k_cot: eight worked examples, then the question, continued up to the next "Q:". `gsm8k-chat`
-asks the question alone through the chat template. Both are judged by the same two rules.
+sends only the question, through the chat template. Both are scored by the same two rules.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from spillover.eval.target import Target
 from spillover.eval.tasks.base import Answer, DataFile, Item, json_lines, read_data
 
 FORM = "JSON lines with question and answer, whose last line is #### and the number"
-STRICT = re.compile(r"The answer is (\-?[0-9\.\,]+).")  # the first
-FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")  # the last
-IGNORED = (",", r"\$", r"(?s).*#### ", r"\.$")  # when an answer is compared, in this order
+STRICT = re.compile(r"The answer is (\-?[0-9\.\,]+).")  # the first match counts
+FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")  # the last match counts
+IGNORED = (",", r"\$", r"(?s).*#### ", r"\.$")  # patterns removed before an answer is compared, in this order
 STOP = ("Q:", "</s>", "<|im_end|>")
-MAX_TOKENS = 256  # lm_eval's
+MAX_TOKENS = 256  # lm_eval's limit
 CHAT_TOKENS = 512
 INSTRUCTION = 'Think step by step, and end with "The answer is N." where N is the number.'
-EXAMPLES = (  # of Wei et al. 2022, "Chain-of-Thought Prompting"
+EXAMPLES = (  # from Wei et al. 2022, "Chain-of-Thought Prompting"
     ("There are 15 trees in the grove. Grove workers will plant trees in the grove today. After they are done, "
      "there will be 21 trees. How many trees did the grove workers plant today?",
      "There are 15 trees originally. Then there were 21 trees after some more were planted. So there must have "
@@ -85,7 +85,7 @@ def few_shot(question: str) -> str:
 
 
 def extract(text: str) -> tuple[str, str]:
-    """Return the number after the first "The answer is", and the last number of all; [invalid] where there is none."""
+    """Return the number after the first "The answer is", and the last number of all; [invalid] if there is none."""
     strict = STRICT.search(text)
     numbers = FLEXIBLE.findall(text)
     last = next((part for part in numbers[-1] if part), "") if numbers else "[invalid]"

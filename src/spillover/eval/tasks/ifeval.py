@@ -1,7 +1,7 @@
 """IFEval: instructions that a program can check, such as "no commas" or "at least 300 words".
 
-Strict: the answer as it is. Loose: any of eight variants of it may follow an instruction. Each counted by prompt (all
-of its instructions followed) and by instruction.
+Strict: the answer as it is. Loose: any of eight variants of it may follow an instruction. Each is counted per prompt
+(all of its instructions followed) and per instruction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spillover.eval.tasks.base import Answer, DataFile, Item, json_lines, read_d
 from spillover.eval.tasks.ifeval_checks import CHECKS, follows, looser
 
 FORM = "the hub's JSON lines with key, prompt, instruction_id_list and kwargs"
-MAX_TOKENS = 1280  # lm_eval's
+MAX_TOKENS = 1280  # lm_eval's limit
 
 
 class IFEval:
@@ -35,7 +35,7 @@ class IFEval:
         for row in self._rows:
             unknown = next((name for name in row["instruction_id_list"] if name not in CHECKS), None)
             if unknown is not None:
-                raise SpilloverError(f"'{file.path}' has an instruction '{unknown}', which nothing here checks; there "
+                raise SpilloverError(f"'{file.path}' has an instruction '{unknown}', which is not supported; supported "
                                      f"are {', '.join(CHECKS)}")
 
     def items(self, target: Target) -> list[Item]:

@@ -1,7 +1,7 @@
 """IFEval's checkable instructions: each is a function of an answer and the instruction's own arguments.
 
-The rules are those of the published checker, but for three that there need a language detector or a tokenizer of words:
-languages, sentences and words in capitals, whose simple rules stand at the end of this file.
+The rules are those of the published checker, except for three that need a language detector or a word tokenizer there:
+languages, sentences and words in capitals, whose simple rules are at the end of this file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def follows(instruction: str, arguments: dict[str, Any], answer: str) -> bool:
 
 
 def looser(answer: str) -> list[str]:
-    """Return the variants of which one must follow in the loose count: without the first line, the last, both, and each
-    of them without asterisks."""
+    """Return the variants used by the loose count, of which one must follow: without the first line, the last, both,
+    and each of them without asterisks."""
     lines = answer.split("\n")
     kept = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return kept + [each.replace("*", "") for each in kept]
@@ -183,12 +183,12 @@ CHECKS: dict[str, Check] = {
     "punctuation:no_comma": _no_comma,
 }
 
-# Rules of this project's own.
+# Rules of this project.
 
 _WORD = re.compile(r"\w+(?:-\w+)*")
 _ABBREVIATIONS = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e|No|[A-Z])\.(?=\s)")
 _END = re.compile(r"""[.!?]+["'”’)\]*_]*(?:\s+|$)""")
-_SCRIPTS = {  # ranges of code points; languages that share a script are not told apart
+_SCRIPTS = {  # ranges of code points; languages with the same script are not distinguished
     "ar": ((0x600, 0x6FF),), "fa": ((0x600, 0x6FF),), "ur": ((0x600, 0x6FF),), "he": ((0x590, 0x5FF),),
     "hi": ((0x900, 0x97F),), "mr": ((0x900, 0x97F),), "ne": ((0x900, 0x97F),), "bn": ((0x980, 0x9FF),),
     "pa": ((0xA00, 0xA7F),), "gu": ((0xA80, 0xAFF),), "ta": ((0xB80, 0xBFF),), "te": ((0xC00, 0xC7F),),
@@ -210,14 +210,14 @@ _COMMON_WORDS = {
 
 
 def count_sentences(text: str) -> int:
-    """Count what ends in . ! or ? before a space or the end; what is left after the last counts as one."""
+    """Count parts that end in . ! or ? before a space or the end; text after the last one counts as a sentence."""
     plain = _ABBREVIATIONS.sub(lambda found: found[0].replace(".", ""), text).strip()
     return sum(bool(part.strip()) for part in _END.split(plain))
 
 
 def speaks(text: str, language: str) -> bool:
-    """Return whether most letters are of the language's script, or, in Latin script, whether none of the languages
-    known here has more of its common words in the text. A language without a rule counts as spoken."""
+    """Return whether most letters are of the language's script, or, for Latin script, whether no other known language
+    has more of its common words in the text. A language without a rule always passes."""
     code = language.split("-")[0]
     letters = [letter for letter in text if letter.isalpha()]
     if code in _SCRIPTS:

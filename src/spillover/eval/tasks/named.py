@@ -1,4 +1,4 @@
-"""Tasks by name."""
+"""Lookup of tasks by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _METRICS = {
 
 
 def metrics_of(name: str, settings: Mapping[str, Any]) -> tuple[Metric, ...]:
-    """Return the metrics of results in a file."""
+    """Return the metrics of a task in a results file."""
     if name == "perplexity":
         references = (FullReference, TopReference)
         more = next((each.metrics for each in references if each.kind == settings.get("divergence")), ())
@@ -45,7 +45,7 @@ def metrics_of(name: str, settings: Mapping[str, Any]) -> tuple[Metric, ...]:
 
 
 def open_task(given: str, folder: Path, window: int, stride: int, reference: Reference | None) -> Task:
-    """Read the data of NAME or NAME=FILE."""
+    """Open a task given as NAME or NAME=FILE, and read its data."""
     name, _, file = given.partition("=")
     if name == "perplexity":
         return perplexity.perplexity(name, folder, file or None, window, stride, reference)

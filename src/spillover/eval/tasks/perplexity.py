@@ -1,5 +1,5 @@
-"""Perplexity of texts in sliding windows, and, against a reference model, how far the two distributions are apart on
-the same tokens."""
+"""Perplexity of texts in sliding windows, and, with a reference model, the divergence of the two distributions on the
+same tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METRICS = (
 @dataclass(frozen=True)
 class Window:
     prompt: Prompt
-    share: float  # of its document's tokens
+    share: float  # share of its document's tokens that the window scores
     document: str
 
 

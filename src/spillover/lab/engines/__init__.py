@@ -1,6 +1,6 @@
-"""The engines that the lab compares, one file each. A new one is a file here and a line in `KINDS`.
+"""The engines that the lab compares, one file each. To add one, add a file here and a line in `KINDS`.
 
-`make_engine(spec)` gives the adapter; nothing is started and nothing heavy imported before its `start`.
+`make_engine(spec)` returns the adapter; it starts nothing and imports nothing heavy before its `start`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def engine_class(kind: str) -> type[Engine]:
 
 
 def make_engine(spec: EngineSpec, log_folder: Path | None = None) -> Engine:
-    """Make an engine. `log_folder`: where its log is kept; without one it lies in a temporary file until it stops."""
+    """Make an engine. `log_folder`: where its log is kept; without it, a temporary file is used until it stops."""
     return engine_class(spec.kind)(with_path(spec), log_folder)
 
 
 def missing(spec: EngineSpec) -> Missing | None:
-    """Return why this arm must be skipped: its engine, or what its configuration needs, is missing. None: it runs."""
+    """Return why this arm must be skipped: its engine or a requirement of its spec is missing. None if it can run."""
     spec = with_path(spec)
     return engine_class(spec.kind).installed(spec) or unmet(spec)
 
 
 def with_path(spec: EngineSpec) -> EngineSpec:
-    """Return the same engine with the folder of a model that is a shape."""
+    """Return the spec with a model given as a shape replaced by its folder."""
     return replace(spec, model=model_path(spec.model))

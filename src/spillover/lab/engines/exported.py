@@ -1,4 +1,4 @@
-"""Models as the Hugging Face folders that vLLM and SGLang want: a GGUF file is exported once, a folder stays."""
+"""Models as Hugging Face folders for vLLM and SGLang: a GGUF file is exported once, a folder is used as is."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ EXPORT_SECONDS = 3600.0
 
 
 def wants_export(model: str | None) -> bool:
-    """Return whether a model is exported first: the default model and GGUF files, not folders and hub ids."""
+    """Return whether a model must be exported first: the default model and GGUF files, not folders and hub ids."""
     return model is None or model.endswith(".gguf")
 
 
 def model_argument(model: str | None, port: int) -> str:
-    """Return what a server is started with. Port 0 only asks how that would be: nothing is exported for it."""
+    """Return the model argument of a server. Port 0 is for display only: nothing is exported."""
     if port or not wants_export(model):
         return hf_folder(model)
     return f"$(spill export {model or 'default'})"
@@ -29,7 +29,7 @@ def model_argument(model: str | None, port: int) -> str:
 
 @lru_cache(maxsize=16)
 def hf_folder(model: str | None) -> str:
-    """Return a folder or hub id with the same weights; made by the command that a person would type."""
+    """Return a folder or hub id with the same weights, exported by the same command that a user would run."""
     if not wants_export(model):
         return str(model)
     try:
@@ -44,9 +44,9 @@ def hf_folder(model: str | None) -> str:
 
 
 def absent(model: str | None) -> Missing | None:
-    """Return why there will be no folder, as far as a look at the path tells; nothing is exported or fetched for it."""
+    """Return why there will be no folder, as far as the path shows; nothing is exported or downloaded."""
     if model is None or re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return None  # the default model, or a hub id, which its engine fetches
+        return None  # the default model, or a hub id, which its engine downloads
     if model.endswith(".gguf") and not os.path.isfile(model):
         return Missing(f"there is no file {model}", "name the GGUF file in 'model:'")
     if os.path.isdir(model) and not os.path.isfile(os.path.join(model, "config.json")):

@@ -1,7 +1,7 @@
-"""An engine's flags as YAML says them, written as its command line wants them.
+"""Conversion of an engine's flags from YAML to its command line.
 
-`cpu-offload-gb: 8` -> `--cpu-offload-gb 8`; true -> the bare flag; false -> `--no-...`; a mapping -> JSON; null leaves
-the flag out (so that an experiment can take one away from a preset). A name that brings its own dashes keeps them.
+`cpu-offload-gb: 8` -> `--cpu-offload-gb 8`; true -> the bare flag; false -> `--no-...`; a mapping -> JSON; null omits
+the flag (so that an experiment can remove one from a preset). A name that starts with dashes keeps them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FlagStyle:
-    """How one program writes its flags."""
+    """The flag syntax of one program."""
 
-    short: Collection[str] = ()  # long names with one dash, as llama.cpp's -ncmoe
-    has_negative: bool = True  # false is written --no-NAME; else it is the absence of the flag
-    repeats: bool = False  # a list repeats the flag; else its values follow one flag
+    short: Collection[str] = ()  # long names with one dash, such as llama.cpp's -ncmoe
+    has_negative: bool = True  # whether false is written --no-NAME; otherwise the flag is omitted
+    repeats: bool = False  # whether a list repeats the flag; otherwise its values follow one flag
 
 
 def to_flags(args: Mapping[str, Any], style: FlagStyle) -> list[str]:

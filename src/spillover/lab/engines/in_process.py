@@ -1,6 +1,6 @@
-"""Spillover without its server: an engine that is given whole batches, as a program gives them to `LLM.generate`.
+"""Spillover without its server: an engine that is given whole batches, as `LLM.generate` is.
 
-What it is compared with over HTTP is the same engine behind its front; the difference between the two is the front.
+Compared with the same engine over HTTP, it shows the cost of the front.
 """
 
 from __future__ import annotations

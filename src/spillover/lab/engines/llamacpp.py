@@ -27,7 +27,7 @@ _SLOTS = re.compile(r"n_slots = (\d+), n_ctx_slot = (\d+), kv_unified = '(\w+)'"
 
 class LlamaCppEngine(OwnedEngine):
     kind = "llamacpp"
-    COUNTERS: ClassVar[dict[str, tuple[str, ...]]] = {  # it counts computed and cached prompt tokens apart
+    COUNTERS: ClassVar[dict[str, tuple[str, ...]]] = {  # it counts computed and cached prompt tokens separately
         "prompt_tokens": ("llamacpp:prompt_tokens", "llamacpp:prompt_tokens_cached"),
         "generation_tokens": ("llamacpp:tokens_predicted",),
         "prefix_queries": ("llamacpp:prompt_tokens", "llamacpp:prompt_tokens_cached"),
@@ -44,7 +44,7 @@ class LlamaCppEngine(OwnedEngine):
         program = server_program(self.spec)
         # -P: the adapters' own folder must not be searched for modules.
         start = [program] if program is not None else [interpreter(self.spec), "-P", str(SERVER)]
-        slots = str(Path(tempfile.gettempdir()) / "spillover-lab-slots")  # erasing a slot is refused without a folder
+        slots = str(Path(tempfile.gettempdir()) / "spillover-lab-slots")  # required for erasing slots
         telling: dict[str, Any] = {"metrics": True, "slots": True, "slot-save-path": slots}
         return [*start, *self._model(), "--host", HOST, "--port", str(port),
                 *to_flags(telling | dict(self.spec.args), STYLE)]
@@ -58,7 +58,7 @@ class LlamaCppEngine(OwnedEngine):
             f" ({told})" if told and "unknown" not in told else "")
 
     def reset_cache(self) -> CacheReset:
-        """Empty the slots; what was moved to the prompt cache in host memory stays."""
+        """Erase the slots; prompts that were moved to the prompt cache in host memory stay."""
         if str(self.spec.args.get("cache-ram", self.spec.args.get("cache_ram", ""))) != "0":
             return CacheReset(False, "llama.cpp keeps prompts in host memory that it cannot drop (start it with "
                                      "'cache-ram: 0' to do without): use prompts that it has not seen")
@@ -86,12 +86,12 @@ class LlamaCppEngine(OwnedEngine):
 
 
 def server_program(spec: EngineSpec) -> str | None:
-    """Return the binary; None: use the wheel, as no binary is on PATH, or `python:` says where the wheel is."""
+    """Return the binary; None to use the wheel, because no binary is on PATH or `python:` names an environment."""
     return shutil.which("llama-server") if spec.python is None else None
 
 
 def devices(spec: EngineSpec) -> str:
-    """Return what llama.cpp could compute on, in its own words."""
+    """Return the devices that llama.cpp can compute on, as it lists them."""
     program = server_program(spec)
     if program is None:
         return ask(interpreter(spec), "import xllamacpp as x; print([d['name'] for d in x.get_device_info()])") or ""
@@ -104,7 +104,7 @@ def devices(spec: EngineSpec) -> str:
 
 @lru_cache(maxsize=1)
 def default_gguf() -> str:
-    """Return the file of the default model, fetched if it is not here yet, by the command that a person would type."""
+    """Return the file of the default model, downloaded if necessary, by the same command that a user would run."""
     done = subprocess.run([*spill(sys.executable), "pull"], capture_output=True, text=True, check=False)
     found = re.search(r", gguf, in (.+)$", done.stdout.strip())
     if done.returncode or found is None:
@@ -114,7 +114,7 @@ def default_gguf() -> str:
 
 
 def _head(log: Path, nbytes: int = 256 * 1024) -> str:
-    """Return the beginning of a log, where a server tells how it was set up."""
+    """Return the beginning of a log, where a server logs its configuration."""
     try:
         with log.open("rb") as file:
             return file.read(nbytes).decode(errors="replace")

@@ -1,7 +1,7 @@
-"""llama.cpp's own HTTP server out of the xllamacpp wheel, with llama-server's flags.
+"""llama.cpp's own HTTP server from the xllamacpp wheel, with llama-server's flags.
 
-Run as a file by the interpreter that has xllamacpp, which need not have spillover: imports nothing of this package. A
-flag that it does not know is refused, as llama-server does.
+Run as a file by the interpreter that has xllamacpp, which need not have spillover: imports nothing of this package.
+Unknown flags are refused, as in llama-server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the flags of llama-server that change what is measured, under both their names."""
+    """Return the flags of llama-server that affect measurements, under both of their names."""
     flags = argparse.ArgumentParser(prog="llama-server (xllamacpp)", allow_abbrev=False)
     flags.add_argument("-m", "--model", required=True)
     flags.add_argument("-a", "--alias")
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def params_of(asked: argparse.Namespace, xllamacpp: Any) -> Any:
-    """Return llama.cpp's parameters; what was not asked stays as llama.cpp has it."""
+    """Return llama.cpp's parameters; flags that were not given keep llama.cpp's defaults."""
     params = xllamacpp.CommonParams()
     params.model.path = asked.model
     params.hostnames, params.port = [asked.host], asked.port

@@ -1,9 +1,9 @@
-"""What a configuration needs beyond its engine: a CUDA device, a package, a build. Unmet, the arm is skipped, never
-emulated: an engine that ignores a switch it does not know would be measured without it.
+"""Requirements of a configuration besides its engine: a CUDA device, a package, a build.
 
-Needs are those of the spec's preset, and those that its own flags and environment show. A need is one word: `cuda`,
-`cuda:2` (devices), `module:lmcache` (in the engine's environment), `vllm-uvm`, `llamacpp-cuda`, or `driver:NAME`, which
-nothing can test for and the person declares in SPILLOVER_HAS.
+The arm is skipped if one is not met, never emulated: an engine that ignores an unknown switch would be measured without
+it. Requirements come from the spec's preset, and from its own flags and environment. Each is one word: `cuda`, `cuda:2`
+(devices), `module:lmcache` (in the engine's environment), `vllm-uvm`, `llamacpp-cuda`, or `driver:NAME`, which cannot
+be tested for and is declared by the user in SPILLOVER_HAS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DECLARED = "SPILLOVER_HAS"
 
 
 def unmet(spec: EngineSpec) -> Missing | None:
-    """Return the first need that this machine does not meet."""
+    """Return the first requirement that this machine does not meet; None if it meets all."""
     for need in needs_of(spec):
         name, _, detail = need.partition(":")
         if name not in _CHECKS:
@@ -42,7 +42,7 @@ def needs_of(spec: EngineSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(needs))
 
 
-# Switches that an engine without the part behind them accepts and ignores.
+# Requirements of switches that an engine built without the feature accepts and ignores.
 _SHOWN: dict[tuple[str, str, str], tuple[str, ...]] = {
     ("vllm", "env", "VLLM_USE_UVM"): ("cuda", "vllm-uvm"),
     ("llamacpp", "env", "GGML_CUDA_ENABLE_UNIFIED_MEMORY"): ("cuda", "llamacpp-cuda"),

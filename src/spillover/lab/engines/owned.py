@@ -1,4 +1,4 @@
-"""An engine that the lab starts itself: what the adapters of spillover, vLLM, SGLang and llama.cpp have in common."""
+"""An engine that the lab starts itself: the common part of the adapters of spillover, vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from spillover.errors import SpilloverError
 from spillover.lab.engines.base import CacheReset, Engine, EngineFailed, EngineSpec, Missing, Running
 from spillover.lab.engines.process import ServerProcess, environment, free_port, is_foreign, status_of
 
-ENDING_SECONDS = 2.0  # for one that crashes to be gone: its sockets close first, and then its memory may be dumped
+ENDING_SECONDS = 2.0  # seconds for a crashing process to exit: it closes sockets first, and may dump its memory
 
 
 class OwnedEngine(Engine):
-    """A subclass says what to run, which page tells its health, and how it forgets its cache."""
+    """An engine started by the lab. A subclass defines the command, the health page and the cache reset."""
 
     HEALTH: ClassVar[str] = "/health"
-    RESET: ClassVar[str | None] = None  # a POST that empties the prefix cache
-    ENV: ClassVar[Mapping[str, str]] = {}  # what the lab needs of the server, below what the spec says
+    RESET: ClassVar[str | None] = None  # path of a POST that empties the prefix cache; None if there is none
+    ENV: ClassVar[Mapping[str, str]] = {}  # environment that the lab needs; the spec's has precedence
 
     def __init__(self, spec: EngineSpec, log_folder: Path | None = None) -> None:
         super().__init__(spec, log_folder)
@@ -84,7 +84,7 @@ class OwnedEngine(Engine):
         return CacheReset(False, f"POST {self.RESET} was answered with {status}: use prompts that it has not seen")
 
     def log(self) -> str:
-        """Return the end of its log."""
+        """Return the end of the server's log."""
         return self._process.log_tail_text() if self._process is not None else ""
 
     def _model_name(self) -> str:
@@ -97,13 +97,13 @@ class OwnedEngine(Engine):
 
 
 def beside(python: str, program: str) -> str | None:
-    """Return a program that an environment installed next to its interpreter."""
+    """Return the path of a program installed next to an environment's interpreter; None if there is none."""
     path = Path(python).with_name(program)
     return str(path) if path.exists() else None
 
 
 def has_module(python: str, module: str) -> bool:
-    """Return whether an interpreter could import it; asked of the interpreter, as it may be another environment's."""
+    """Return whether an interpreter can import a module; checked by running it, as it may be another environment's."""
     if shutil.which(python) is None:
         return False
     code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
@@ -120,7 +120,7 @@ def module_version(python: str, *distributions: str) -> str:
 
 
 def ask(python: str, code: str) -> str | None:
-    """Return what a few lines print; None where they fail."""
+    """Return the output of a few lines of Python; None if they fail."""
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd="/",
                               env=environment({}, is_foreign(python)))
@@ -131,7 +131,7 @@ def ask(python: str, code: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def cuda_devices() -> int:
-    """Count NVIDIA devices by the driver's own tool, so that no library need be loaded."""
+    """Count NVIDIA devices with nvidia-smi, so that no library needs to be loaded."""
     if shutil.which("nvidia-smi") is None:
         return 0
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -141,7 +141,7 @@ def cuda_devices() -> int:
 
 
 def interpreter(spec: EngineSpec) -> str:
-    """Return the Python of the environment that holds the engine: the arm's, that of the variable, or this one."""
+    """Return the Python of the engine's environment: the arm's, that of the variable, or the current one."""
     return spec.python or os.environ.get(_variable(spec)) or sys.executable
 
 

@@ -1,8 +1,8 @@
-"""A server process that the lab owns: its group, its log, its health and its end.
+"""A server process that the lab owns: its process group, log, health and shutdown.
 
-Nothing of the group outlives the owner: `stop` ends it politely and then by force, and a watcher that sleeps on a pipe
-does the same when the lab itself is killed. Why a server ended is read from its exit status, the kernel's count of
-processes killed for memory, and its log.
+No process of the group outlives the owner: `stop` sends SIGTERM and then SIGKILL, and a watcher that waits on a pipe
+does the same if the lab itself is killed. The reason why a server exited is derived from its exit status, the kernel's
+count of processes killed for memory, and its log.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from spillover.lab.engines.base import EngineFailed
 
 HOST = "127.0.0.1"
 STOP_SECONDS = 30.0
-NICE = 10  # of engines under test
-OOM_SCORE_ADJ = 500  # from -1000 to 1000; processes are at 0
-TAIL_BYTES = 256 * 1024  # end of a log that is searched for a reason
-TAIL_LINES = 40  # last lines of a log that a result keeps
+NICE = 10  # niceness of engines under test
+OOM_SCORE_ADJ = 500  # from -1000 to 1000; the default is 0
+TAIL_BYTES = 256 * 1024  # size of the log's end that is searched for a reason
+TAIL_LINES = 40  # number of last log lines that a result keeps
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|std::bad_alloc|\bMemoryError\b"
     r"|[Cc]annot allocate memory|can't allocate memory|No available memory for the cache blocks"
     r"|failed to allocate .*buffer|unable to allocate|larger than the available KV cache memory"
     r"|[Nn]ot enough memory|DefaultCPUAllocator", re.IGNORECASE)
 _ERROR = re.compile(r"\b(?:[A-Z]\w*(?:Error|Exception)|error|fatal|failed)\b.*", re.IGNORECASE)
-# `read` fails at the end of the pipe, which comes when whoever holds its other end is gone.
+# `read` fails at the end of the pipe, which occurs once the process that holds its other end has exited.
 _WATCHER = "read _ || { kill -s TERM -- -$1; sleep 5; kill -s KILL -- -$1; } 2>/dev/null"
 
 
 class ServerProcess:
-    """One start of one server. `healthy(url)` says whether it is ready to be measured."""
+    """One start of one server. `healthy(url)` returns whether it is ready to be measured."""
 
     def __init__(self, name: str, command: Sequence[str], port: int, env: Mapping[str, str],
                  log_folder: Path | None = None, foreign: bool = False) -> None:
-        """Describe a server. `foreign`: another environment's interpreter, which must not see this one's paths."""
+        """Describe a server. `foreign`: run by another environment's interpreter, which must not see our paths."""
         self.url = f"http://{HOST}:{port}"
         self.command = tuple(command)
         self.log_path = _log_file(name, log_folder)
@@ -58,7 +58,7 @@ class ServerProcess:
         self._failed = False
 
     def start(self, ready_seconds: float, healthy: Callable[[str], bool]) -> float:
-        """Start it and return the seconds until it was healthy; else `EngineFailed`, and nothing of it is left."""
+        """Start the server and return the seconds until it was healthy; on failure stop it and raise `EngineFailed`."""
         self._oom_kills = oom_kills()
         begin = time.monotonic()
         try:
@@ -92,8 +92,8 @@ class ServerProcess:
         return self._process.pid
 
     def check(self, starting: bool = False, patience: float = 0.0) -> None:
-        """Raise `EngineFailed` with the reason if the process has ended, or ends within `patience` seconds. One that
-        was never healthy has not crashed: it did not start, be it that it refused what was asked."""
+        """Raise `EngineFailed` with the reason if the process has exited, or exits within `patience` seconds. If it was
+        never healthy, it did not crash but failed to start, for example because it refused its arguments."""
         if self._process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -109,7 +109,7 @@ class ServerProcess:
         raise EngineFailed(cause, f"{self._name} {reason}", self.tail())
 
     def pids(self) -> tuple[int, ...]:
-        """Return its group, and descendants that left it."""
+        """Return the processes of its process group, and descendants that moved to another group."""
         if self._process is None:
             return ()
         found = set(group_members(self._group))
@@ -126,12 +126,12 @@ class ServerProcess:
             return ""
 
     def tail(self) -> str:
-        """Return the last lines of the log, without what a progress bar overwrote."""
+        """Return the last lines of the log, without text that a progress bar overwrote."""
         lines = [line.rpartition("\r")[2] for line in self.log_tail_text().rstrip().split("\n")]
         return "\n".join(lines[-TAIL_LINES:])
 
     def stop(self) -> None:
-        """Send SIGTERM to the server, then SIGKILL to all that is left of it."""
+        """Send SIGTERM to the server, then SIGKILL to its remaining processes."""
         if self._process is not None:
             strays = _alive(self.pids())
             if self._process.poll() is None:
@@ -140,7 +140,7 @@ class ServerProcess:
                     self._process.wait(STOP_SECONDS)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._group, signal.SIGKILL)
-            for stray in strays:  # of other groups; psutil leaves a number alone that now belongs to somebody else
+            for stray in strays:  # processes of other groups; psutil does not signal a pid that has been reused
                 with contextlib.suppress(psutil.Error):
                     stray.kill()
             self._process.wait()
@@ -160,8 +160,8 @@ class ServerProcess:
 
 
 def why_it_ended(status: int, log: str, killed_for_memory: int | None) -> tuple[str, str]:
-    """Return (cause, reason) from the exit status, the end of the log and how many processes the kernel killed for
-    memory meanwhile (None: it does not tell)."""
+    """Return (cause, reason) from the exit status, the end of the log and the number of processes that the kernel
+    killed for memory since the start (None if unknown)."""
     lines = [line.strip() for line in log.splitlines()]
     killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
     ended = f"was killed by signal {-status} ({_signal_name(-status)})" if status < 0 else f"ended with status {status}"
@@ -179,11 +179,11 @@ def why_it_ended(status: int, log: str, killed_for_memory: int | None) -> tuple[
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes of this control group the kernel killed for memory; None where it does not tell."""
+    """Return how many processes of this control group the kernel killed for memory; None if it does not report it."""
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):  # version 2 has one nameless hierarchy
+            if controllers not in ("", "memory"):  # version 2 has one unnamed hierarchy
                 continue
             folder = root / "sys/fs/cgroup" / controllers
             name = "memory.oom_control" if controllers else "memory.events"
@@ -196,7 +196,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def status_of(url: str, timeout: float = 5.0) -> int:
-    """Return the HTTP status of a GET; 0 where nobody answers."""
+    """Return the HTTP status of a GET; 0 if no server answers."""
     return exchange(url, seconds=timeout)[0]
 
 
@@ -223,24 +223,24 @@ def environment(extra: Mapping[str, str], foreign: bool) -> dict[str, str]:
 
 
 def is_foreign(program: str) -> bool:
-    """Return whether a program belongs to another environment; a link is not followed, as it makes one."""
+    """Return whether a program belongs to another environment; links are not resolved, as venvs link interpreters."""
     return os.path.dirname(os.path.abspath(program)) != os.path.dirname(os.path.abspath(sys.executable))
 
 
 def _offer_to_the_kernel(pid: int) -> None:
-    """Have the kernel kill the engine under test where memory runs out, not the lab or any other process.
+    """Make the kernel kill the engine under test when memory runs out, not any other process.
 
-    What the engine starts inherits it. Where it cannot be set the kernel chooses as it always does."""
+    Child processes inherit it. If it cannot be set, the kernel's default choice applies."""
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
 
 
 def _let_others_go_first(pid: int) -> None:
-    """Let the client that sends requests and takes times run before the engine where they share cores: one that waits
-    for a core would measure its own waiting. What the engine starts inherits it; alike for every engine."""
+    """Give the client that sends requests and takes times priority over the engine where they share cores: a client
+    that waits for a core would measure its own waiting. Child processes inherit it; it is the same for every engine."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, NICE)
-    with contextlib.suppress(OSError):  # a session is a group of the scheduler, within which alone `nice` counts
+    with contextlib.suppress(OSError):  # a session is a scheduler group; `nice` applies only within the group
         Path(f"/proc/{pid}/autogroup").write_text(str(NICE))
 
 
@@ -257,7 +257,7 @@ def _log_file(name: str, folder: Path | None) -> Path:
 
 
 def _wait_until_gone(processes: Sequence[psutil.Process], seconds: float = 30.0) -> None:
-    """Wait until the processes are gone: a large one takes a while to give its memory back for the next."""
+    """Wait until the processes have exited: a large one takes a while to free its memory for the next."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(psutil.NoSuchProcess):

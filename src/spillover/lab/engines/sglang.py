@@ -1,4 +1,4 @@
-"""SGLang, of whatever environment `python:` or SPILLOVER_SGLANG_PYTHON names: `python -m sglang.launch_server`."""
+"""SGLang, from the environment named by `python:` or SPILLOVER_SGLANG_PYTHON: `python -m sglang.launch_server`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from spillover.lab.engines.owned import OwnedEngine, has_module, interpreter, mo
 from spillover.lab.engines.process import HOST
 
 STYLE = FlagStyle(has_negative=False)
-# Without these it counts nothing that a run could be checked against.
+# Without these flags it has no counters that a run could be checked against.
 TELLING: dict[str, Any] = {"enable-metrics": True, "enable-cache-report": True}
 
 
 class SglangEngine(OwnedEngine):
     kind = "sglang"
-    HEALTH = "/health_generate"  # /health answers before the first token could be computed
+    HEALTH = "/health_generate"  # /health answers before the first token can be computed
     RESET = "/flush_cache"
     COUNTERS: ClassVar[dict[str, tuple[str, ...]]] = {
         "prompt_tokens": ("sglang:prompt_tokens",),
@@ -49,7 +49,7 @@ class SglangEngine(OwnedEngine):
         return int(told) if told else None
 
     def _server_info(self) -> dict[str, Any]:
-        """Return the server's info; the page was renamed in 2025, and both names are tried."""
+        """Return the server's info; the page was renamed in 2025, so both names are tried."""
         for page in ("/server_info", "/get_server_info"):
             told = self.get_json(page)
             if isinstance(told, dict):

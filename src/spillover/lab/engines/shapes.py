@@ -1,6 +1,6 @@
-"""Models that are a shape and no weights: `model: shape:NAME` is a folder with a config.json that ships.
+"""Models that are a shape without weights: `model: shape:NAME` is a shipped folder with a config.json.
 
-For engines that make up random weights (`load-format: dummy`); speeds are those of the shape, and labelled so.
+They are for engines that make random weights (`load-format: dummy`); speeds are those of the shape, and labelled so.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ PREFIX = "shape:"
 
 
 def shapes() -> dict[str, Path]:
-    """Return the folders that ship, by name."""
+    """Return the shipped folders, by name."""
     folder = Path(str(resources.files("spillover.lab"))) / "shapes"
     return {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
 
 
 def model_path(model: str | None) -> str | None:
-    """Return the folder of a shape; any other model as it is."""
+    """Return the folder of a shape; any other model unchanged."""
     if model is None or not model.startswith(PREFIX):
         return model
     name = model.removeprefix(PREFIX)

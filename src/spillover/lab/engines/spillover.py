@@ -1,4 +1,4 @@
-"""Spillover itself, started as anybody would start it: `spill serve`."""
+"""Spillover itself, started as a user would start it: `spill serve`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spillover.lab.engines.owned import OwnedEngine, beside, has_module, module_
 from spillover.lab.engines.process import HOST, is_foreign
 
 STYLE = FlagStyle(repeats=True)
-ADMIN: dict[str, Any] = {"enable-admin-routes": True}  # RESET is one of them
+ADMIN: dict[str, Any] = {"enable-admin-routes": True}  # enables the route RESET
 _MAIN = "from spillover.cli.main import main; main()"
 
 
@@ -56,7 +56,7 @@ class SpilloverEngine(OwnedEngine):
         return running
 
     def check(self) -> None:
-        """Raise if an engine died: its supervisor starts it again, but the run it died in has crashed all the same."""
+        """Raise if an engine process died: its supervisor restarts it, but the run it died in has crashed anyway."""
         super().check()
         if self._running is not None and self._engine_restarts() > self._restarts:
             raise EngineFailed("crash", "spillover's engine process died and was started again", self.log())
@@ -71,6 +71,6 @@ class SpilloverEngine(OwnedEngine):
 
 
 def spill(python: str) -> list[str]:
-    """Return the `spill` command of an environment, or what it would do in one that runs from a source folder."""
+    """Return the `spill` command of an environment, or its equivalent where it runs from a source folder."""
     program = beside(python, "spill")
     return [program] if program is not None else [python, "-c", _MAIN]

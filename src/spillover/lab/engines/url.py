@@ -1,4 +1,4 @@
-"""A server that somebody else runs: measured, never started or stopped."""
+"""A server that is already running: measured, never started or stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spillover.lab.engines.base import CacheReset, Engine, EngineFailed, EngineS
 from spillover.lab.engines.metrics_text import bare, counters_from
 from spillover.lab.engines.process import status_of
 
-# Which engine it may be, by the beginning of its metrics' names.
+# Prefixes of metric names, by which the engine is recognised.
 PREFIXES = ("spillover:", "vllm:", "sglang:", "llamacpp:")
 
 
@@ -49,8 +49,8 @@ class UrlEngine(Engine):
         return str(told["version"]) if isinstance(told, dict) and "version" in told else "unknown"
 
     def reset_cache(self) -> CacheReset:
-        """Do nothing: the cache is not ours to empty, others may be using it."""
-        return CacheReset(False, "the server is not ours to reset: use prompts that it has not seen")
+        """Do nothing: the cache belongs to the server's owner, and others may be using it."""
+        return CacheReset(False, "the lab may not reset this server: use prompts that it has not seen")
 
     def counters(self) -> Mapping[str, float]:
         samples = self.metrics()

@@ -1,4 +1,4 @@
-"""vLLM, of whatever environment `python:` or SPILLOVER_VLLM_PYTHON names: `vllm serve MODEL`."""
+"""vLLM, from the environment named by `python:` or SPILLOVER_VLLM_PYTHON: `vllm serve MODEL`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from spillover.lab.engines.owned import (
 from spillover.lab.engines.process import HOST
 
 STYLE = FlagStyle()
-TELLING: dict[str, Any] = {"enable-prompt-tokens-details": True}  # so that each answer tells what was cached
+TELLING: dict[str, Any] = {"enable-prompt-tokens-details": True}  # each answer reports its cached tokens
 
 
 class VllmEngine(OwnedEngine):
     kind = "vllm"
-    RESET = "/reset_prefix_cache?reset_external=true"  # and what a connector keeps in host memory
-    # The pages that empty its caches are there in development mode only.
+    RESET = "/reset_prefix_cache?reset_external=true"  # also empties a connector's host memory
+    # The routes that reset its caches exist in development mode only.
     ENV: ClassVar[dict[str, str]] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     COUNTERS: ClassVar[dict[str, tuple[str, ...]]] = {
         "prompt_tokens": ("vllm:prompt_tokens",),
@@ -52,7 +52,7 @@ class VllmEngine(OwnedEngine):
                 *to_flags(TELLING | dict(self.spec.args), STYLE)]
 
     def device_pool_tokens(self) -> int | None:
-        """Return the tokens that the server tells, if it does: not every block holds all layers of its tokens."""
+        """Return the tokens that the server reports, if any: not every block holds all layers of its tokens."""
         told = label_of(self.metrics(), "vllm:cache_config_info", "kv_cache_size_tokens")
         return int(told) if told is not None and told.isdigit() else super().device_pool_tokens()
 

@@ -1,7 +1,7 @@
-"""What is watched beside every run: GPUs, cores, the engine's processes, disks, the engine's own metrics.
+"""Monitors that sample during every run: GPUs, cores, the engine's processes, disks, the engine's own metrics.
 
-`Recorder(default_monitors(engine))` keeps it as rows of (unix time, source, metric, value); `exporter.py` shows the
-same to Prometheus and Performance Co-Pilot.
+`Recorder(default_monitors(engine))` records them as rows of (unix time, source, metric, value); `exporter.py` exports
+the same values to Prometheus and Performance Co-Pilot.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ __all__ = ["CpuMonitor", "DiskMonitor", "Monitor", "NvmlMonitor", "ProcessMonito
 
 
 def default_monitors(engine: Engine) -> list[Monitor]:
-    """Return the monitors of an engine that runs."""
+    """Return the monitors of a running engine."""
     return [NvmlMonitor(), CpuMonitor(), ProcessMonitor(engine.pids), DiskMonitor(),
             PrometheusMonitor(engine.running.url)]

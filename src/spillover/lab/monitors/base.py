@@ -1,7 +1,7 @@
-"""What a monitor is: something beside a run that can be read many times, cheaply.
+"""The interface of a monitor: an object that can be read many times during a run at low cost.
 
-A reading is numbers by name, `power_watts{gpu="0"}` -> 312.0. A value that cannot be read is left out, never 0. Rates
-are since the reading before, so the first reading has none.
+A reading is a mapping of numbers by name, `power_watts{gpu="0"}` -> 312.0. A value that cannot be read is left out,
+never 0. Rates are since the previous reading, so the first reading has none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 
 class Row(NamedTuple):
-    """One value. The long format: what the Parquet file holds."""
+    """One value, as a row of the Parquet file (long format)."""
 
     time: float  # unix seconds
     source: str
@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 
 class Monitor(Protocol):
-    """A source of readings; `open` returns why it has none (and is then left out), or None."""
+    """A source of readings; `open` returns why it is unavailable (it is then not used), or None."""
 
     @property
     def source(self) -> str: ...
@@ -34,7 +34,7 @@ class Monitor(Protocol):
 
 
 class Rates:
-    """Totals that only grow, as their growth per second."""
+    """A converter of increasing totals into growth per second."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, float]] = {}

@@ -1,4 +1,4 @@
-"""The machine: how busy each core is and how much memory is left."""
+"""A monitor of the machine: the load of each core and the free memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CpuMonitor:
     source = "cpu"
 
     def open(self) -> str | None:
-        psutil.cpu_percent(percpu=True)  # the first call has nothing to compare with
+        psutil.cpu_percent(percpu=True)  # the first call only sets the reference point
         return None
 
     def read(self) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""What is read from and written to each disk."""
+"""A monitor of reads and writes per disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spillover.lab.monitors.base import Rates, named
 
 
 class DiskMonitor:
-    """A monitor of whole disks: what a partition moves, its disk moves too."""
+    """A monitor of whole disks: the traffic of partitions is included in their disk's."""
 
     source = "disk"
 

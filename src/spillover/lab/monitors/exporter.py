@@ -1,7 +1,6 @@
 """The monitors as a page that Prometheus scrapes, and that Performance Co-Pilot's openmetrics PMDA reads.
 
-Names are `spillover_lab_` + source + metric; the engine's own metrics keep theirs. Monitors are read when somebody
-asks.
+Names are `spillover_lab_` + source + metric; the engine's own metrics keep theirs. Monitors are read on each request.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from spillover.lab.engines.metrics_text import bare, labels_of
 from spillover.lab.monitors.base import Monitor
 
 PREFIX = "spillover_lab_"
-# The PMDA's name for the source is that of the file; it reads it again every time it is asked.
+# The PMDA names the source after this file, and reads it again at every fetch.
 PCP_CONFIG = "/var/lib/pcp/pmdas/openmetrics/config.d/spillover.url"
 
 
 class Exporter:
-    """A Prometheus page: `with Exporter(monitors, port) as exporter: exporter.wait()`; port 0 takes a free one."""
+    """A Prometheus page: `with Exporter(monitors, port) as exporter: exporter.wait()`; port 0 picks a free one."""
 
     def __init__(self, monitors: Sequence[Monitor], port: int, host: str = "127.0.0.1") -> None:
         self.notes = []
@@ -33,7 +32,7 @@ class Exporter:
                 self._monitors.append(monitor)
             else:
                 self.notes.append(why)
-        self._lock = threading.Lock()  # a monitor is read by one at a time
+        self._lock = threading.Lock()  # held while monitors are read
         registry = CollectorRegistry()
         registry.register(self)
         self._server, self._thread = start_http_server(port, host, registry)
@@ -60,7 +59,7 @@ class Exporter:
 
 
 def pcp_instructions(url: str) -> str:
-    """Return what a person types to have Performance Co-Pilot record this page."""
+    """Return the commands with which Performance Co-Pilot records this page."""
     return (f"echo '{url}' | sudo tee {PCP_CONFIG}\n"
             "(cd /var/lib/pcp/pmdas/openmetrics && sudo ./Install)   # once\n"
             "pminfo -f openmetrics.spillover")
@@ -74,7 +73,7 @@ def _read(monitor: Monitor) -> dict[str, float]:
 
 
 def _families(source: str, values: dict[str, float]) -> Iterator[Metric]:
-    """Yield the samples of one name together, as the format wants them."""
+    """Yield the samples grouped by name, as the format requires."""
     by_name: dict[str, list[tuple[dict[str, str], float]]] = {}
     for key, value in values.items():
         name = bare(key) if source == "engine" else f"{PREFIX}{source}_{bare(key)}"
@@ -82,7 +81,7 @@ def _families(source: str, values: dict[str, float]) -> Iterator[Metric]:
     for name, samples in by_name.items():
         counts = name.endswith("_total")
         kind = CounterMetricFamily if counts else GaugeMetricFamily
-        parts = [sample for sample in samples if sample[0]] or samples  # a sum can be had from its parts
+        parts = [sample for sample in samples if sample[0]] or samples  # a sum can be computed from its parts
         labels = list(parts[0][0])
         family = kind(name.removesuffix("_total"), f"{source}: {bare(name)}", labels=labels)
         for found, value in parts:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs by NVML, the library behind nvidia-smi: utilisation, memory, power, clocks, PCIe traffic."""
+"""A monitor of NVIDIA GPUs by NVML, which nvidia-smi also uses: utilisation, memory, power, clocks, PCIe traffic."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from spillover.lab.monitors.base import named
 
 
 class NvmlMonitor:
-    """A GPU that does not tell one of the values (many do not tell PCIe traffic) is asked for it no more."""
+    """A monitor of all GPUs. Values that a GPU does not support (often PCIe traffic) are not queried again."""
 
     source = "gpu"
 
     def __init__(self, library: Any = None) -> None:
-        """Open NVML. `library`: pynvml, or what stands for it in a test."""
+        """Create a monitor. `library`: pynvml, or a replacement in a test."""
         self._library = library
         self._queries: list[tuple[str, Callable[[], float]]] = []
 
@@ -53,7 +53,7 @@ class NvmlMonitor:
 
 
 def _queries(nvml: Any, gpu: Any, index: int) -> list[tuple[str, Callable[[], float]]]:
-    """Return queries of one call each, so that one that is not supported takes no other with it."""
+    """Return one query per value, so that an unsupported one does not affect others."""
     queries: dict[str, Callable[[], float]] = {
         "utilization_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
         "memory_utilization_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).memory,
@@ -63,7 +63,7 @@ def _queries(nvml: Any, gpu: Any, index: int) -> list[tuple[str, Callable[[], fl
         "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
         "sm_clock_hertz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6,
         "memory_clock_hertz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1e6,
-        # NVML counts these over 20 ms and gives KB/s; tx is from the GPU to the host.
+        # NVML averages these over 20 ms and returns KB/s; tx is from the GPU to the host.
         "pcie_rx_bytes_per_second": lambda: nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_RX_BYTES) * 1000,
         "pcie_tx_bytes_per_second": lambda: nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_TX_BYTES) * 1000,
     }

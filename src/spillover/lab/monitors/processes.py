@@ -1,7 +1,7 @@
-"""The engine's processes: resident memory, memory that is theirs alone, processor time, threads.
+"""A monitor of the engine's processes: resident memory, unshared memory, processor time, threads.
 
-Resident memory counts what processes share once for each of them; unique memory (USS) does not, and costs the kernel a
-walk over the page tables, so it is read more seldom.
+Resident memory counts shared pages once per process; unique memory (USS) does not, but makes the kernel walk the page
+tables, so it is read less often.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNIQUE_SECONDS = 5.0
 
 
 class ProcessMonitor:
-    """A monitor of processes; `pids` is asked at every reading: processes come and go."""
+    """A monitor of processes; `pids` is called at every reading, as processes start and exit."""
 
     source = "process"
 
@@ -41,7 +41,7 @@ class ProcessMonitor:
             try:
                 values = _values(process, unique)
                 name = process.name()
-            except psutil.Error:  # it ended meanwhile
+            except psutil.Error:  # the process has exited
                 continue
             for metric, value in values.items():
                 found[named(metric, pid=process.pid, name=name)] = value
@@ -52,7 +52,7 @@ class ProcessMonitor:
         self._known.clear()
 
     def _processes(self) -> list[psutil.Process]:
-        """Return the same objects as before: they remember the processor time that a percentage is of."""
+        """Return the same objects as before: they store the processor time to which a percentage relates."""
         pids = self._pids()
         for gone in set(self._known) - set(pids):
             del self._known[gone]

@@ -1,4 +1,4 @@
-"""What the engine tells about itself at /metrics, over time."""
+"""A monitor of the engine's own metrics at /metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spillover.lab.engines.metrics_text import bare, parse_metrics
 
 
 class PrometheusMonitor:
-    """Every sample of the page but the buckets of histograms, which the totals beside them stand for."""
+    """All samples of the page except histogram buckets; the totals of histograms are kept."""
 
     source = "engine"
 

@@ -1,8 +1,8 @@
-"""Monitors read side by side at a steady rate while something runs, all on one clock.
+"""Reading of several monitors at a steady rate during a run, all on one clock.
 
-Each monitor has a thread of its own, so that a slow one (a busy server's /metrics) holds up none of the others, and is
-read at absolute times, so that no rate drifts. Times are unix seconds from one reading of the wall clock: a clock that
-is set meanwhile does not tear the rows apart.
+Each monitor has its own thread, so that a slow one (a busy server's /metrics) does not delay the others, and is read at
+absolute times, so that rates do not drift. Times are unix seconds based on one reading of the wall clock: adjusting the
+clock during a run does not shift the rows.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from spillover.lab.monitors.base import Monitor, Row
 
 
 class Recorder:
-    """`with Recorder(monitors, hz=2) as recorder: ...`, then `rows`, `notes`, `write_parquet(path)`."""
+    """A recorder: `with Recorder(monitors, hz=2) as recorder: ...`, then `rows`, `notes`, `write_parquet(path)`."""
 
     def __init__(self, monitors: Sequence[Monitor], hz: float = 2.0) -> None:
         if not 0 < hz <= 50:
             raise SpilloverError(f"monitors are read at most 50 times a second; got {hz}")
-        self.notes: list[str] = []  # what could not be watched, each said once
+        self.notes: list[str] = []  # what could not be monitored, without duplicates
         self._monitors, self._period = tuple(monitors), 1.0 / hz
         self._rows: dict[str, list[Row]] = {}
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class Recorder:
                 self._note(why)
         for monitor in self._open:
             self._rows.setdefault(monitor.source, [])
-            self._read(monitor)  # before anything is counted
+            self._read(monitor)  # a first reading before the run
         second = time.perf_counter() + self._period
         for monitor in self._open:
             thread = threading.Thread(target=self._watch, args=(monitor, second), name=f"monitor-{monitor.source}",
@@ -60,7 +60,7 @@ class Recorder:
         for thread in self._threads:
             thread.join()
         for monitor in self._open:
-            self._read(monitor)  # so that what was counted up to the end is in it
+            self._read(monitor)  # a last reading includes everything up to the end
             monitor.close()
         self._open = []
 
@@ -70,20 +70,20 @@ class Recorder:
             return sorted(row for rows in self._rows.values() for row in rows)
 
     def write_parquet(self, path: Path) -> Path:
-        """Write the rows as time, source, metric, value; whole or not at all."""
+        """Write the rows as time, source, metric, value; atomically."""
         return write_parquet(self.rows, path)
 
     def _watch(self, monitor: Monitor, due: float) -> None:
         while not self._stop.wait(max(0.0, due - time.perf_counter())):
             self._read(monitor)
-            # A reading that took longer than the period leaves times out rather than run after them.
+            # A reading that took longer than the period skips times instead of catching up.
             due += self._period * max(1, math.ceil((time.perf_counter() - due) / self._period))
 
     def _read(self, monitor: Monitor) -> None:
         at = time.perf_counter()
         try:
             found = monitor.read()
-        except Exception as error:  # a run is worth more than what is watched beside it
+        except Exception as error:  # a monitor must never fail the run
             self._note(f"{monitor.source} could not be read: {type(error).__name__}: {error}")
             return
         unix = self._unix_zero + at

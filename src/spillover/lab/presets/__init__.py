@@ -1,6 +1,6 @@
-"""Every configuration that the seeds name, ready to be an arm: `find_preset("vllm-cpu-offload-8")`.
+"""The configurations named by the seeds, usable as arms: `find_preset("vllm-cpu-offload-8")`.
 
-One file an engine. A preset is no more than flags and environment: an experiment may add to it or take away.
+There is one file per engine. A preset is only flags and environment: an experiment may add to it or remove from it.
 """
 
 from __future__ import annotations

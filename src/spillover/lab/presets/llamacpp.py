@@ -1,4 +1,4 @@
-"""llama.cpp as seed 002 starts it: gpt-oss-120b on a 32 GB card, and beside spillover on the default model."""
+"""llama.cpp as in seed 002: gpt-oss-120b on a 32 GB card; and for comparison with spillover on the default model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from spillover.lab.presets.preset import Preset
 
 GPT_OSS = "ggml-org/gpt-oss-120b-GGUF"
-# What --gpt-oss-120b-default stands for, less its sampling, with the context of the seed.
+# What --gpt-oss-120b-default expands to, without its sampling, with the context of the seed.
 DEFAULTS: dict[str, Any] = {"b": 32768, "ub": 2048, "np": 2, "jinja": True, "c": 65536}
 UNIFIED = {"GGML_CUDA_ENABLE_UNIFIED_MEMORY": "1"}
 CUDA = ("cuda", "llamacpp-cuda")

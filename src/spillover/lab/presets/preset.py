@@ -1,4 +1,4 @@
-"""One named configuration of an engine, and where it comes from."""
+"""A named configuration of an engine, and its origin."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """A named configuration: `args` as `engines/flags.py` writes them, `needs` as `engines/needs.py` checks them.
+    """A named configuration: `args` as in `engines/flags.py`, `needs` as in `engines/needs.py`.
 
-    Flags are those that the engine has today. Where the document that named a configuration wrote it otherwise, `about`
+    Flags are the current ones of the engine. If the document that named a configuration wrote them differently, `about`
     says so.
     """
 
@@ -20,6 +20,6 @@ class Preset:
     about: str
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
-    seed: str | None = None  # the document that measured it, 000 to 004
-    model: str | None = None  # what was measured there; an experiment names its own
+    seed: str | None = None  # number of the document that measured it, 000 to 004
+    model: str | None = None  # model measured in that document; an experiment specifies its own
     needs: tuple[str, ...] = ()

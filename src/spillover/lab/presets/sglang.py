@@ -1,4 +1,4 @@
-"""SGLang as the seeds start it (003, weeks 1, 6, 9, 14 and 16)."""
+"""SGLang as in the seeds (003, weeks 1, 6, 9, 14 and 16)."""
 
 from __future__ import annotations
 

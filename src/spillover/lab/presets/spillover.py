@@ -1,4 +1,4 @@
-"""Spillover in the memory configurations that the seeds compare, and those that answer them."""
+"""Spillover in the memory configurations that the seeds compare, and its counterparts of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM as the seeds start it."""
+"""vLLM as in the seeds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CUDA = ("cuda",)
 
 
 def _seed_001() -> list[Preset]:
-    """Return presets of two models on two GPUs: KV in GPU memory alone, under OffloadingConnector and under LMCache."""
+    """Return presets of two models on two GPUs: KV only in GPU memory, with OffloadingConnector, and with LMCache."""
     found = []
     for size, share, blocks, layers in (("0.6b", 0.2, 39072, 28), ("8b", 0.6, 64000, 36)):
-        # vLLM asks for bytes today: blocks of 16 tokens, keys and values of 8 heads of 128 in two bytes.
+        # vLLM now takes bytes: blocks of 16 tokens, keys and values of 8 heads of 128 in two bytes.
         host: dict[str, Any] = {"num_cpu_blocks": blocks, "cpu_bytes_to_use": blocks * 16 * layers * 2 * 8 * 128 * 2}
         gib = host["cpu_bytes_to_use"] / 2**30
         for short, about, connector, extra, more in (

@@ -1,4 +1,4 @@
-"""From a folder of results to what people read: a page, a Markdown file, tables, plots and the events behind them."""
+"""Reports of a result folder: a page, a Markdown file, tables, plots and the underlying events."""
 
 from spillover.lab.report.write import ReportFiles, write_report
 

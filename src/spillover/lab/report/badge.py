@@ -1,4 +1,4 @@
-"""A verdict on a badge: an SVG of one line, for a README. It loads nothing, and says the same to a screen reader."""
+"""A verdict as a badge: a one-line SVG for a README. It loads nothing, and has its text for screen readers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NARROW, WIDE = "fijl.,:;|!'() ", "mwMW%@"
 
 
 def badge(report: Report, arm: str | None = None, workload: str | None = None, label: str | None = None) -> str:
-    """Return the badge of one verdict of the primary metric, or of all of them in numbers where there are several."""
+    """Return the badge of one verdict of the primary metric, or of their counts if there are several."""
     chosen = chosen_verdicts(report, arm, workload)
     left = label or report.name
     if len(chosen) == 1:
@@ -31,7 +31,7 @@ def badge(report: Report, arm: str | None = None, workload: str | None = None, l
 
 
 def chosen_verdicts(report: Report, arm: str | None, workload: str | None) -> list[Verdict]:
-    """Return the verdicts of the primary metric of these; refuses a name that has none."""
+    """Return the verdicts of the primary metric for an arm and a workload; refuse a name that has none."""
     found = wording.judged(report)
     for kind, given, names in (("arm", arm, [verdict.arm for verdict in found]),
                                ("workload", workload, [verdict.workload for verdict in found])):
@@ -73,5 +73,5 @@ def drawn(left: str, right: str, tone: str) -> str:
 
 
 def _width(text: str) -> int:
-    """Return about how many pixels a text takes; it is fitted into that by its `textLength`."""
+    """Return the approximate width of a text in pixels; its `textLength` fits it exactly."""
     return round(sum(3.9 if letter in NARROW else 10.5 if letter in WIDE else 6.9 for letter in text))

@@ -1,4 +1,4 @@
-"""What a report is about: a result folder, read once into plain data that every page, table and plot is made of.
+"""The data of a report: a result folder, read once into plain data from which every page, table and plot is made.
 
 Nothing is judged here: verdicts, faults and medians are those of the folder's analysis.json.
 """
@@ -18,46 +18,46 @@ from spillover.lab.store import Results
 PLAN = ("max_blocks", "time_limit", "order", "restart", "window", "confidence", "minimum_blocks", "equivalence",
         "warmups", "slo", "gates")
 Part = TypeVar("Part", "Report", "Arm", "Workload", "Cell", "Visit", "Verdict")
-FORMATS = {"dummy": "random weights", "null": "no model"}  # a load format whose answers mean nothing
+FORMATS = {"dummy": "random weights", "null": "no model"}  # load formats whose answers are meaningless
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a run does not count; `fatal` ones leave an arm without a verdict, others are to be known."""
+    """Why a run does not count; a `fatal` fault leaves its arm without a verdict, others are for information."""
 
     gate: str
     reason: str
     fatal: bool = True
-    metric: str = ""  # the only one it concerns
+    metric: str = ""  # the only metric it concerns; "" for all
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One arm beside the baseline on one workload by one metric. `ratio` is arm / baseline, as measured."""
+    """One arm against the baseline on one workload by one metric. `ratio` is arm / baseline, as measured."""
 
     workload: str
     arm: str
     metric: str
     primary: bool
     verdict: str  # "faster", "slower", "same", "no difference shown" or "no verdict"
-    word: str  # the verdict as it is read: "same within 2%"
-    why: str = ""  # there is no verdict
+    word: str  # the verdict as displayed: "same within 2%"
+    why: str = ""  # why there is no verdict
     higher_is_better: bool = True
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    confidence: float | None = None  # of low .. high
+    confidence: float | None = None  # confidence of low .. high
     p: float | None = None
     blocks: int = 0
     block_ratios: tuple[float, ...] = ()
 
     def gain(self, ratio: float | None) -> float | None:
-        """Return a ratio turned so that above 1 is better, whichever way the metric counts."""
+        """Return a ratio inverted if necessary so that above 1 is better."""
         return None if not ratio else ratio if self.higher_is_better else 1 / ratio
 
     @property
     def gains(self) -> tuple[float, float, float] | None:
-        """Return (gain, least, most); None where nothing was measured. Without a range all three are the gain."""
+        """Return (gain, least, most); None if nothing was measured. Without a range all three are the gain."""
         gain = self.gain(self.ratio)
         if gain is None:
             return None
@@ -70,7 +70,7 @@ class Arm:
     name: str
     engine: str
     about: str = ""
-    label: str = ""  # "dummy weights", "mock": whatever makes its numbers not those of a real model
+    label: str = ""  # why its numbers are not those of a real model, such as "random weights"; "" if they are
     model: str = ""
     preset: str = ""
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -79,11 +79,11 @@ class Arm:
     reason: str = ""
     install: str = ""
     version: str = ""
-    command: str = ""  # as a shell takes it
+    command: str = ""  # in shell syntax
     pool_tokens: int | None = None
     log_tail: str = ""
     scores: Mapping[str, float] = field(default_factory=dict)  # accuracy by task and metric
-    no_scores: str = ""  # why there are none, where they were asked for
+    no_scores: str = ""  # why there are none although they were requested
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ class Workload:
     name: str
     group: str = ""
     about: str = ""
-    sweep: Mapping[str, Any] = field(default_factory=dict)  # the point of a sweep: {"request-rate": 4}
+    sweep: Mapping[str, Any] = field(default_factory=dict)  # option values of the point of a sweep: {"request-rate": 4}
     options: Mapping[str, Any] = field(default_factory=dict)
     stats: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm on one workload: the medians over its visits, and what is wrong with them."""
+    """One arm on one workload: the medians over its visits, and their faults."""
 
     workload: str
     arm: str
@@ -106,11 +106,11 @@ class Cell:
     valid: bool
     reason: str = ""
     faults: tuple[Fault, ...] = ()
-    values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by metric, one a visit
+    values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by metric, one value per visit
     medians: Mapping[str, float] = field(default_factory=dict)
     steady: Mapping[str, float] = field(default_factory=dict)  # medians within the steady-state window
     sources: Mapping[str, float] = field(default_factory=dict)
-    split: Mapping[str, float] = field(default_factory=dict)  # mean ms a request by phase
+    split: Mapping[str, float] = field(default_factory=dict)  # mean ms per request by phase
     hit_rate: float | None = None
     limit: str = "-"
     limit_percent: float | None = None
@@ -121,22 +121,22 @@ class Cell:
 
 @dataclass(frozen=True)
 class Visit:
-    """One run of one workload against one arm."""
+    """One run of one workload on one arm."""
 
     key: str
-    index: int  # in the order they were run
+    index: int  # position in the order of running
     block: int
     workload: str
     arm: str
     status: str
     reason: str = ""
-    log_tail: str = ""  # where the server failed
+    log_tail: str = ""  # end of the server's log if it failed
     started: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
-    spoilt: tuple[Fault, ...] = ()  # of attempts before it, which were run again
+    spoilt: tuple[Fault, ...] = ()  # faults of earlier attempts, which were repeated
     client: Mapping[str, Any] = field(default_factory=dict)
-    run: Callable[[], Run | None] = lambda: None  # every event, read when asked for; None where the visit failed
+    run: Callable[[], Run | None] = lambda: None  # reads every event; returns None if the visit failed
     monitors_path: Path | None = None
 
 
@@ -149,15 +149,15 @@ class Report:
     scale: str
     baseline: str
     primary: str
-    metrics: tuple[str, ...]  # that verdicts are about, primary first
+    metrics: tuple[str, ...]  # compared metrics, primary first
     arms: tuple[Arm, ...]
     workloads: tuple[Workload, ...]
     cells: tuple[Cell, ...]
     visits: tuple[Visit, ...]
     verdicts: tuple[Verdict, ...]
-    plan: Mapping[str, Any]  # limits, order, restart, confidence ...: how it was run
+    plan: Mapping[str, Any]  # configuration of the experiment: limits, order, restart, confidence ...
     blocks: int
-    stopped: str | None  # "decided", "max-blocks", "time-limit"; None: it goes on
+    stopped: str | None  # "decided", "answered", "max-blocks" or "time-limit"; None if not stopped
     stop_text: str
     family: Mapping[str, Any]
     provenance: Mapping[str, Any]
@@ -170,16 +170,16 @@ class Report:
         return next((cell for cell in self.cells if cell.workload == workload and cell.arm == arm), None)
 
     def ran(self, workload: str, arm: str) -> list[Visit]:
-        """Return the visits that gave numbers."""
+        """Return the visits that have results."""
         return [visit for visit in self.visits if visit.workload == workload and visit.arm == arm
                 and visit.status == "ok"]
 
     def shown(self, arm: Arm) -> bool:
-        """Return whether there is anything to draw of it."""
+        """Return whether there is anything to draw for an arm."""
         return any(visit.arm == arm.name and visit.status == "ok" for visit in self.visits)
 
     def typical(self, workload: str, arm: str) -> Visit | None:
-        """Return the visit whose primary metric lies in the middle: the one to draw over time."""
+        """Return the visit with the median primary metric: the one to draw over time."""
         visits = sorted(self.ran(workload, arm), key=lambda visit: visit.metrics.get(self.primary, 0.0))
         return visits[len(visits) // 2] if visits else None
 
@@ -187,7 +187,7 @@ class Report:
         return [verdict for verdict in self.verdicts if verdict.primary]
 
     def groups(self) -> dict[str, list[Workload]]:
-        """Return the workloads of a sweep together; a workload of its own is a group of one."""
+        """Return the workloads of each sweep together; a workload without a sweep is a group of one."""
         groups: dict[str, list[Workload]] = {}
         for workload in self.workloads:
             groups.setdefault(workload.group or workload.name, []).append(workload)
@@ -195,7 +195,7 @@ class Report:
 
 
 def read_report(folder: Path) -> Report:
-    """Read `folder` as `spill lab run` leaves it, finished or not."""
+    """Read a folder of `spill lab run`, finished or not."""
     results = Results.open(folder)
     experiment, analysis = results.experiment, analysis_of(results)
     stats = {visit["workload"]: visit["workload_stats"] for visit in results.visits if visit.get("workload_stats")}
@@ -223,8 +223,8 @@ def read_report(folder: Path) -> Report:
 
 
 def _read(kind: type[Part], written: Mapping[str, Any], **made: Any) -> Part:
-    """Make a part of the report: `made` as it is, other fields as the file has them under the same name, where it
-    has them."""
+    """Make a part of the report: `made` as it is, other fields from entries of the same name in the file, if
+    present."""
     names = {item.name for item in fields(kind)}
     found = {name: value for name, value in written.items() if name in names and value is not None}
     return kind(**{**found, **made})

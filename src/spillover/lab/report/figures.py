@@ -1,7 +1,7 @@
 """Figures as data: what to draw, not how. The page draws them as SVG in the browser, `plots` as PNG files.
 
-Time runs from the start of a run. Where an arm ran several times, what is drawn over time is its visit in the middle by
-the primary metric; distributions pool all of them.
+Time is measured from the start of a run. If an arm ran several times, its visit with the median primary metric is drawn
+over time; distributions pool all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spillover.lab.accuracy import KL
 from spillover.lab.report.data import Cell, Report, Visit
 from spillover.lab.report.metric import metric
 
-BINS = 160  # over time: enough to see a spike of one step, few enough to keep a page small
+BINS = 160  # number of bins over time: enough to show a spike of one step, few enough for a small page
 CURVE_METRICS = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms", "median_e2el_ms")
 
 
@@ -33,14 +33,14 @@ class Axis:
 class Line:
     arm: str
     points: tuple[tuple[float, float], ...]
-    upper: tuple[float, ...] = ()  # a second edge above the points, such as the worst of a bin
-    notes: tuple[str, ...] = ()  # one a point, for a person who points at it
-    hollow: tuple[bool, ...] = ()  # one a point: it does not count
+    upper: tuple[float, ...] = ()  # upper edges above the points, such as the maximum of a bin
+    notes: tuple[str, ...] = ()  # one tooltip per point
+    hollow: tuple[bool, ...] = ()  # whether each point does not count
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot. A figure has one for each workload and each choice of what to look at."""
+    """One plot. A figure has one for each workload and each selectable choice."""
 
     workload: str
     choice: str
@@ -86,7 +86,7 @@ Figure = LineFigure | StackFigure
 
 
 def figures(report: Report) -> list[Figure]:
-    """Return the figures that the results have something for, in the order they are read."""
+    """Return the figures for which there are results, in reading order."""
     made: list[Figure | None] = [
         pareto(report), curves(report), latency_split(report), hit_rates(report), every_run(report),
         first_tokens(report), token_rate(report), token_gaps(report), machine(report),
@@ -99,7 +99,7 @@ def as_json(figure: Figure) -> dict[str, Any]:
 
 
 def pareto(report: Report) -> LineFigure | None:
-    """Plot speed against KL divergence from the baseline: one point an arm, best at the lower right."""
+    """Plot speed against KL divergence from the baseline: one point per arm, best at the lower right."""
     key, panels = f"perplexity {KL}", []
     what = metric("output_throughput")
     for workload in report.workloads:
@@ -116,7 +116,7 @@ def pareto(report: Report) -> LineFigure | None:
 
 
 def curves(report: Report) -> LineFigure | None:
-    """Plot sweeps: what each latency costs in throughput."""
+    """Plot sweeps: throughput against each latency."""
     panels = []
     for group, workloads in report.groups().items():
         if len(workloads) < 2:
@@ -143,7 +143,7 @@ def curves(report: Report) -> LineFigure | None:
 
 
 def _measured(report: Report) -> Iterator[tuple[str, str, Cell]]:
-    """Yield workload, arm and their cell, where there is a result."""
+    """Yield workload, arm and their cell, for each that has a result."""
     for workload in report.workloads:
         for arm in report.arms:
             cell = report.cell(workload.name, arm.name)
@@ -187,7 +187,7 @@ def hit_rates(report: Report) -> StackFigure | None:
 
 
 def every_run(report: Report) -> LineFigure | None:
-    """Return all visits in the order they ran: a machine that drifts is seen here."""
+    """Return all visits in the order they ran, which shows drift of the machine."""
     panels = []
     for workload in report.workloads:
         for key in report.metrics:
@@ -226,7 +226,7 @@ def first_tokens(report: Report) -> LineFigure | None:
 
 
 def token_gaps(report: Report) -> LineFigure | None:
-    """Return the inter-token latency over time: spikes are steps that were held up, as by another request's prefill."""
+    """Return the inter-token latency over time: spikes are delayed steps, for example by another request's prefill."""
     panels = []
     for workload, drawn in _typical_runs(report):
         lines = []
@@ -259,7 +259,7 @@ def token_rate(report: Report) -> LineFigure | None:
 
 
 def machine(report: Report) -> LineFigure | None:
-    """Return what the monitors saw: memory first."""
+    """Return the values of the monitors over time: memory first."""
     from spillover.lab.report.monitored import choices
 
     panels = []
@@ -300,7 +300,7 @@ def _typical_runs(report: Report) -> Iterable[tuple[str, list[tuple[str, Run]]]]
 
 
 def _binned(times: Any, values: Any, duration: float, *summaries: Any) -> tuple[Any, list[Any]]:
-    """Return bins, those that hold nothing left out: a line must not fall to zero where nobody was served."""
+    """Return the non-empty bins: a line must not fall to zero where no request ran."""
     width = max(duration, float(times.max()), 1e-9) / min(BINS, max(1, times.size // 12))
     which = np.floor(times / width).astype(int)
     order = np.argsort(which, kind="stable")
@@ -329,6 +329,6 @@ def _rounded(values: Any) -> list[float]:
 
 def _lines(key: str, title: str, about: str, style: Literal["line", "curve", "dots", "steps"],
            panels: Sequence[Panel]) -> LineFigure | None:
-    """Return the figure without panels that have no line; None where none has one."""
+    """Return the figure without panels that have no line; None if no panel has one."""
     drawn = tuple(panel for panel in panels if panel.lines)
     return LineFigure(key, title, about, style, drawn) if drawn else None

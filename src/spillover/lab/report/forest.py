@@ -1,4 +1,4 @@
-"""Verdicts laid out to be seen: intervals around 1x for single workloads, a matrix for the steps of a sweep."""
+"""The layout of verdicts: intervals around 1x for single workloads, a matrix for the steps of a sweep."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from spillover.lab.report.data import Report, Verdict, Workload
 from spillover.lab.report.tables import times
 
 TONES = {"faster": "good", "slower": "bad", "same": "same", "no difference shown": "none", "no verdict": "warn"}
-# Marks of the axis, the most wanted first; one is left out where it would touch another.
+# Tick values of the axis in order of priority; one that would touch another is left out.
 MARKS = (1, 2, 0.5, 5, 0.2, 10, 0.1, 1.5, 0.75, 3, 1.25, 20, 50, 100, 0.05, 0.02, 0.01, 1000, 0.9, 1.1, 0.95, 1.05)
-APART = 7.0  # percent of the width
+APART = 7.0  # minimum distance of ticks in percent of the width
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Row:
-    """One verdict; positions are percent of the width, None where there is nothing to draw."""
+    """One verdict; positions are percent of the width, None if there is nothing to draw."""
 
     arm: str
     label: str
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Line:
-    """An arm over the steps of a sweep. `why`: there is no verdict at any step, and all for the same reason."""
+    """An arm over the steps of a sweep. `why`: the reason if no step has a verdict and all have the same one."""
 
     arm: str
     label: str
@@ -53,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Group:
-    """One workload (`rows`), or a sweep (`columns`, and `lines` of one cell a step)."""
+    """One workload (`rows`), or a sweep (`columns`, and `lines` with one cell per step)."""
 
     name: str
     about: str
@@ -63,7 +63,7 @@ class Group:
 
     @property
     def drawn(self) -> bool:
-        """Return whether there is anything on the axis."""
+        """Return whether any row is drawn on the axis."""
         return any(row.left is not None for row in self.rows)
 
 
@@ -71,7 +71,7 @@ class Group:
 class Forest:
     ticks: tuple[Tick, ...]
     groups: tuple[Group, ...]
-    band: tuple[float, float] = (0.0, 0.0)  # left and width of what counts as the same
+    band: tuple[float, float] = (0.0, 0.0)  # left and width of the range that counts as the same
 
     @property
     def intervals(self) -> bool:
@@ -137,7 +137,7 @@ def _blocks(verdict: Verdict) -> list[float]:
 
 
 def _range(ends: Sequence[float]) -> tuple[float, float]:
-    """Return a range that holds 1 and all ends, never so narrow that noise looks large."""
+    """Return a range that contains 1 and all ends, and is wide enough that noise does not look large."""
     low, high = min([*ends, 1 / 1.06]), max([*ends, 1.06])
     room = (high / low) ** 0.06
     return low / room, high * room

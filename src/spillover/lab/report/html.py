@@ -1,4 +1,4 @@
-"""report.html: one file that needs nothing else. The verdict is in its text; figures are drawn by its own script."""
+"""report.html: one self-contained file. The verdict is in its text; figures are drawn by its own script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spillover.lab.report.tables import accuracy, measured, secondary, sweeps
 
 ARM_COLORS = 8
 WIDE = ("curves", "runs", "itl", "machine")
-# Parts of a bar by their CSS variables; those from `told` on were not told by the server.
+# CSS variables of the parts of a bar; parts from `told` on were not reported by the server.
 FILLS = {"split": (*PHASES, "prefill", "decode"), "sources": (*SOURCES, "device")}
 TOLD = {"split": len(PHASES), "sources": len(SOURCES)}
 
@@ -63,14 +63,14 @@ def render(report: Report, figures: Sequence[Figure]) -> str:
 
 
 def arm_colors(report: Report) -> dict[str, str]:
-    """Return a colour for each arm, the same in all figures: the baseline is grey, others by their order."""
+    """Return a colour per arm, the same in all figures: the baseline is grey, others by their order."""
     others = [arm.name for arm in report.arms if arm.name != report.baseline]
     colors = {name: f"var(--arm-{index % ARM_COLORS})" for index, name in enumerate(others)}
     return {**colors, report.baseline: "var(--base)"}
 
 
 def placed(figures: Sequence[Figure]) -> list[dict[str, Any]]:
-    """Place narrow figures in pairs; one that has no neighbour takes the width of two."""
+    """Place narrow figures in pairs; one without a neighbour gets the full width."""
     rows: list[list[Figure]] = []
     for figure in figures:
         if rows and len(rows[-1]) == 1 and not {figure.key, rows[-1][0].key} & set(WIDE):

@@ -1,4 +1,4 @@
-"""REPORT.md: the same verdicts, tables and commands as the page, for a repository or a mail."""
+"""REPORT.md: the verdicts, tables and commands of the page as Markdown, for a repository or an email."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spillover.lab.report.tables import Table, TableCell, accuracy, gain_text, m
 
 
 def markdown(report: Report, plots: Sequence[str]) -> str:
-    """Write the report as Markdown. `plots`: paths of pictures, as seen from where the text will lie."""
+    """Write the report as Markdown. `plots`: paths of images, relative to the folder of the text."""
     parts = [f"# {report.name}", report.about]
     parts += [f"> **{warning}**" for warning in wording.warnings(report)]
     parts += [_facts(wording.top_facts(report)), "## Verdict", *_verdicts(report)]

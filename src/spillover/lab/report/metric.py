@@ -1,7 +1,7 @@
-"""What a metric is called in a report, its unit, which way is better, and its definition.
+"""Names, units, directions and definitions of metrics in a report.
 
-Keys are those of `vllm bench serve`'s JSON (`mean_ttft_ms`, `p99_itl_ms`, `output_throughput`); a key that nobody has
-described is shown by its own name rather than left out.
+Keys are those of `vllm bench serve`'s JSON (`mean_ttft_ms`, `p99_itl_ms`, `output_throughput`); a key without a
+definition is shown by its own name rather than left out.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def metric(key: str) -> Metric:
 
 
 def shown(value: float | None, unit: str) -> str:
-    """Format a value as people read it: three or four digits, thousands apart."""
+    """Format a value for display: three or four digits, with thousands separators."""
     if value is None or value != value:
         return "-"
     if unit == "%":

@@ -1,4 +1,4 @@
-"""What monitors recorded beside a run, as lines to draw: memory first, then what else moved."""
+"""Values recorded by monitors during a run, as lines to draw: memory first, then the others."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Which recorded metrics make one line. Several sources of it (processes, cores, cards) are added or averaged."""
+    """The recorded metrics that make one line. Several sources (processes, cores, cards) are added or averaged."""
 
-    pattern: str  # matches "source/metric"
+    pattern: str  # regular expression for "source/metric"
     name: str
     unit: str
     average: bool = False
@@ -51,7 +51,7 @@ DRAWN = (
 
 
 def choices(path: Path, start: float) -> list[Choice]:
-    """Return what monitors saw. `path`: Parquet with time (unix), source, metric, value. Only what was recorded."""
+    """Return the recorded lines of a Parquet file with time (unix), source, metric and value."""
     try:
         import pyarrow.parquet as pq
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Renders pages that need no other file: templates that extend page/page.html, with style, script and icon inside."""
+"""Rendering of self-contained pages: templates that extend page/page.html, with style, script and icon inside."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PACKAGE = "spillover.lab.report"
 
 
 def render_page(template: str, package: str = PACKAGE, script: str | None = None, **values: Any) -> str:
-    """Return a page as a template of `package` has it; templates and what they name as `file(...)` lie in its folder
-    "page" or in the lab's. `script`: a file that runs on the page, and finds the value `data` there as JSON."""
+    """Render a template of `package`; templates and the files they include with `file(...)` are in its folder "page" or
+    in the lab's. `script`: a file that runs on the page and finds the value `data` there as JSON."""
     files = ChoiceLoader([PackageLoader(each, "page") for each in (package, PACKAGE)])
     environment = Environment(loader=files, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
                               lstrip_blocks=True)
@@ -27,6 +27,6 @@ def render_page(template: str, package: str = PACKAGE, script: str | None = None
 
 
 def embedded(value: Any) -> Markup:
-    """Return JSON that cannot end the script element it stands in, whatever the names in it are."""
+    """Return JSON that cannot end the script element around it, whatever names it contains."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -1,4 +1,4 @@
-"""data.parquet: one row a request of every run, so that any other question can be asked of the same events."""
+"""data.parquet: one row per request of every run, for other analyses of the same events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBERS = ("scheduled", "sent", "first_token", "last_token", "done", "start_unix
 
 
 def write_requests(path: Path, report: Report) -> Path:
-    """Return times in seconds since the run began; `start_unix` joins them to the clock of the monitors."""
+    """Write all requests. Times are seconds since the run began; `start_unix` relates them to the monitors."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -27,7 +27,7 @@ def write_requests(path: Path, report: Report) -> Path:
                         *((name, pa.float64()) for name in NUMBERS), ("token_times", pa.list_(pa.float64())),
                         ("token_counts", pa.list_(pa.int32()))])
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for visit in report.visits:  # one at a time: all runs together may not fit in memory
+        for visit in report.visits:  # one run at a time: all together may not fit in memory
             rows = _rows(report, visit)
             if rows:
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))

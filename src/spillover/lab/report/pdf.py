@@ -1,4 +1,4 @@
-"""report.pdf: the page as a browser prints it. Chromium draws it; nothing is installed for it and nobody is asked."""
+"""report.pdf: the page as printed by a headless Chromium that is already installed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from spillover.errors import SpilloverError
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge",
             "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
-SECONDS = 120.0  # to start, draw and print
+SECONDS = 120.0  # timeout in seconds to start, render and print
 
 
 def browser() -> str:
-    """Return a browser that prints pages, or say what to install."""
+    """Return a browser that can print pages; raise with instructions if there is none."""
     found = next((path for path in map(shutil.which, PROGRAMS) if path), None)
     if found is None:
         raise SpilloverError("a report as PDF is printed by Chromium, Chrome or Edge, and none of them is on the PATH; "
@@ -25,7 +25,7 @@ def browser() -> str:
 
 
 def write_pdf(html: Path, program: str) -> Path:
-    """Print a page to a file beside it of the same name. `program`: what `browser` returned."""
+    """Print a page to a PDF file of the same name next to it. `program`: the result of `browser`."""
     pdf = html.with_suffix(".pdf")
     with tempfile.TemporaryDirectory(prefix="spillover-print-", ignore_cleanup_errors=True) as profile:
         made = Path(profile) / "page.pdf"

@@ -1,4 +1,4 @@
-"""The figures as PNG files, for places where no script runs. Drawn from the same data as the page."""
+"""The figures as PNG files, for places where scripts cannot run. Drawn from the same data as on the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid":
 
 
 def write_plots(folder: Path, report: Report, figures: Sequence[Figure]) -> tuple[Path, ...]:
-    """Write plots: benchmark_results.png has the verdicts and medians; plots/ has one file a figure."""
+    """Write plots: benchmark_results.png has the verdicts and medians; plots/ has one file per figure."""
     try:
         import matplotlib
     except ImportError as error:
@@ -56,7 +56,7 @@ def _color(report: Report, arm: str) -> str:
 
 
 def _overview(pyplot: Any, report: Report) -> Any:
-    """Return the verdicts as intervals around 1x on the left; medians of the first metrics beside them."""
+    """Return an overview: verdicts as intervals around 1x on the left, medians of the first metrics next to them."""
     verdicts = judged(report)[::-1]
     keys = [key for key in dict.fromkeys((*report.metrics, "median_ttft_ms", "median_tpot_ms"))
             if any(key in cell.medians for cell in report.cells)][:3]
@@ -98,7 +98,7 @@ def _row_name(report: Report, workload: str, arm: str) -> str:
 
 
 def _lines(pyplot: Any, report: Report, figure: LineFigure) -> Any:
-    """Draw a figure; of very many panels only the first eight, the page shows all."""
+    """Draw a figure, with at most its first eight panels; the page shows all."""
     panels = figure.panels[:8]
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)

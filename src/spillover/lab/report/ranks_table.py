@@ -1,4 +1,4 @@
-"""The table of a report about sharded models: how often ranks met in a step, and how long they waited."""
+"""The table of a report about sharded models: collective operations per step, and the time spent waiting for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = {  # heading -> (metric, unit)
 
 
 def ranks(report: Report) -> Table | None:
-    """Return a row for each workload and arm with several ranks; None where none has."""
+    """Return a row for each workload and arm with several ranks; None if there are none."""
     return counters_table(
         report, "Ranks", COLUMNS, "ranks_calls_per_step",
         "By the server's own counters, medians over runs. Ranks meet for sums of their parts, for logits and for "

@@ -1,5 +1,5 @@
-"""A static site of many reports: an index that can be searched, and every report beside it. Nothing comes from the
-network, and it needs no server: the files can be opened, or be put wherever files are served."""
+"""A static site of many reports: a searchable index, and a copy of every report. Nothing is loaded from the network,
+and no server is needed: open the files, or put them on any web server."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from spillover.lab.report.forest import TONES
 from spillover.lab.report.page_template import embedded, render_page
 from spillover.lab.report.write import write_report
 
-LISTED = "reports.json"  # what the site holds; a folder without it is not one of ours
+LISTED = "reports.json"  # list of the site's reports; a folder without it is not a site of ours
 COPIED = ("report.html", "REPORT.md", "summary.csv", "detailed.csv", "report.pdf")
-DEEP = 3  # folders below the one given in which results are looked for
+DEEP = 3  # depth below the given folder that is searched for results
 
 
 @dataclass(frozen=True)
 class Site:
     index: Path
     reports: tuple[str, ...]
-    left_out: tuple[str, ...]  # 'FOLDER: why'
+    left_out: tuple[str, ...]  # 'FOLDER: why' of each
 
 
 def find_results(folder: Path) -> list[Path]:
-    """Return the folders of results in this one, itself included."""
+    """Return the result folders in this folder, possibly itself."""
     if not folder.is_dir():
         raise SpilloverError(f"{folder} is no folder; give one that holds results of `spill lab run`")
     found = {path.parent for depth in range(DEEP + 1) for path in folder.glob("*/" * depth + "experiment.json")}
@@ -41,7 +41,7 @@ def find_results(folder: Path) -> list[Path]:
 
 
 def publish(folder: Path, out: Path) -> Site:
-    """Write the site of all results below `folder` into `out`, which is made, or was made by this before."""
+    """Write the site of all results below `folder` into `out`, which is new, empty or an earlier site."""
     found = find_results(folder)
     before = _listed(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def publish(folder: Path, out: Path) -> Site:
 
 
 def _listed(out: Path) -> list[str]:
-    """Return the reports that the site had; refuses a folder that holds something else."""
+    """Return the reports that the site had; refuse a folder with other contents."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return []
     try:

@@ -1,4 +1,4 @@
-"""The table of a report about speculation: what arms that speculate drafted, what came of it and what it took."""
+"""The table of a report about speculation: the draft tokens of each arm, their acceptance and the time they took."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ COLUMNS = {  # heading -> (metric, unit)
 
 
 def speculation(report: Report) -> Table | None:
-    """Return a row for each workload and arm that drafted; None where none did."""
+    """Return a row for each workload and arm that drafted; None if none did."""
     return counters_table(
         report, "Speculation", COLUMNS, "spec_tokens_per_pass",
         "By the servers' own counters, medians over runs. Acceptance is accepted over verified tokens; tokens per pass "
-        "count the one that every pass brings. Drafted tokens may be cut before they are verified; the time in "
+        "include the one that every pass yields. Drafted tokens may be cut before they are verified; the time in "
         "verifying is that of whole steps with drafts.",
         note=lambda cell: "simulated" if cell.medians.get("spec_simulated") else "",
         more={"accepted up to position 1, 2, ...": _by_position})

@@ -1,4 +1,4 @@
-"""The tables of a report, as text and sortable values: HTML, Markdown and CSV are made of the same ones."""
+"""The tables of a report, as text and sortable values; HTML, Markdown and CSV are made from the same tables."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ USUAL = ("output_throughput", "request_goodput", "median_ttft_ms", "p99_ttft_ms"
 @dataclass(frozen=True)
 class TableCell:
     text: str
-    value: float | None = None  # to sort by
-    detail: str = ""  # smaller, beside the text
+    value: float | None = None  # sort key
+    detail: str = ""  # smaller text next to the main one
     tone: str = ""  # "good", "bad", "soft" or none
-    title: str = ""  # for a person who points at it
+    title: str = ""  # tooltip
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Table:
     title: str
     headings: tuple[str, ...]
     rows: tuple[tuple[TableCell, ...], ...]
-    numbers_from: int = 1  # the first column that holds numbers
+    numbers_from: int = 1  # index of the first numeric column
     about: str = ""
-    arms: tuple[str, ...] = ()  # one a row, where rows are arms
+    arms: tuple[str, ...] = ()  # one per row, if rows are arms
 
 
 def gain_text(verdict: Verdict) -> str:
-    """Format times better than the baseline, '1.84x (1.71 .. 1.98)'; a number would be read as a verdict."""
+    """Format times better than the baseline, '1.84x (1.71 .. 1.98)'; "-" if there is no verdict."""
     if verdict.gains is None or verdict.verdict == "no verdict":
         return NOTHING
     gain, low, high = verdict.gains
@@ -52,7 +52,7 @@ def times(value: float) -> str:
 
 
 def measured(report: Report, workload: Workload) -> Table:
-    """Return one row an arm: the medians over its runs, and their spread."""
+    """Return one row per arm: the medians over its runs, and their spread."""
     keys = [key for key in dict.fromkeys((*report.metrics, *USUAL))
             if any(key in cell.medians for cell in report.cells if cell.workload == workload.name)]
     hits = any(_hit_rate(cell) is not None for cell in report.cells if cell.workload == workload.name)
@@ -76,7 +76,7 @@ def measured(report: Report, workload: Workload) -> Table:
 
 
 def secondary(report: Report) -> Table | None:
-    """Return all verdicts of metrics beside the primary one."""
+    """Return all verdicts of metrics other than the primary one."""
     keys = [key for key in report.metrics if key != report.primary]
     if not keys:
         return None
@@ -92,7 +92,7 @@ def secondary(report: Report) -> Table | None:
 
 
 def accuracy(report: Report) -> Table | None:
-    """Return what `spill eval` found of each arm's model; None where the experiment does not ask."""
+    """Return the results of `spill eval` for each arm; None if the experiment does not evaluate."""
     if not any(arm.scores or arm.no_scores for arm in report.arms):
         return None
     keys = list(dict.fromkeys(key for arm in report.arms for key in arm.scores))
@@ -100,16 +100,16 @@ def accuracy(report: Report) -> Table | None:
         TableCell(f"{arm.scores[key]:.4g}", arm.scores[key]) if key in arm.scores else TableCell(NOTHING)
         for key in keys)) for arm in report.arms if arm.scores or arm.no_scores]
     return Table("Accuracy", ("arm", *(key.replace("_", " ") for key in keys)), tuple(rows),
-                 about="Asked once of each arm's server; divergence and agreement are against the baseline. A server "
-                       "shows its 20 likeliest tokens, so that the divergence is a bound from below.",
+                 about="Run once on each arm's server; divergence and agreement are against the baseline. A server "
+                       "shows its 20 likeliest tokens, so that the divergence is a lower bound.",
                  arms=tuple(row[0].text for row in rows))
 
 
 def counters_table(report: Report, title: str, columns: Mapping[str, tuple[str, str]], needs: str, about: str,
                    note: Callable[[Cell], str] | None = None,
                    more: Mapping[str, Callable[[Cell], str]] | None = None) -> Table | None:
-    """Return a row for each workload and arm that has the metric `needs`; None where none has. `columns`: heading ->
-    (metric, unit); `note` goes before the arm's label; `more`: heading -> text, after the columns."""
+    """Return a row for each workload and arm that has the metric `needs`; None if there are none. `columns`: heading ->
+    (metric, unit); `note` precedes the arm's label; `more`: heading -> text, after the columns."""
     rows = []
     for workload in report.workloads:
         for arm in report.arms:
@@ -124,7 +124,7 @@ def counters_table(report: Report, title: str, columns: Mapping[str, tuple[str, 
 
 
 def sweeps(report: Report) -> list[Table]:
-    """Return each sweep in one row an arm: the most it reached, and its means over the steps."""
+    """Return each sweep with one row per arm: its maxima, and its means over the steps."""
     made = []
     for group, workloads in report.groups().items():
         if len(workloads) < 2:
@@ -156,12 +156,12 @@ SWEEP_COLUMNS = {
 }
 
 
-# Of the primary metric, as in every verdict: above 1 the arm is better, whichever way the metric counts.
+# For the primary metric, as in every verdict: above 1 the arm is better, whichever direction the metric has.
 TIMES_BETTER = ("times_better_than_baseline", "times_better_low", "times_better_high")
 
 
 def summary_rows(report: Report) -> list[dict[str, Any]]:
-    """Return the rows of summary.csv, one for each arm and group of workloads; columns say what is divided by what."""
+    """Return the rows of summary.csv, one per arm and group of workloads; ratios have their terms in the name."""
     rows = []
     for group, workloads in report.groups().items():
         for arm in report.arms:
@@ -194,7 +194,7 @@ def summary_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def detailed_rows(report: Report) -> list[dict[str, Any]]:
-    """Return the rows of detailed.csv: one row a run, with everything that was derived from it."""
+    """Return the rows of detailed.csv: one row per run, with everything that was derived from it."""
     sweep = {workload.name: workload.sweep for workload in report.workloads}
     points = dict.fromkeys(key for point in sweep.values() for key in point)
     metrics = dict.fromkeys(key for visit in report.visits for key in visit.metrics)

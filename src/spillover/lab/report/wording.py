@@ -1,4 +1,4 @@
-"""The sentences and short facts of a report, the same in the page and in REPORT.md."""
+"""Sentences and short facts of a report, the same in the page and in REPORT.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spillover.lab.report.metric import LATENCIES, RATES, metric, shown
 from spillover.units import format_bytes
 
 VERDICTS = ("faster", "slower", "same", "no difference shown", "no verdict")
-# What a probe of the machine tells that no reader of a report asks for, or that stands among the versions.
+# Hardware facts that are not useful in a report or are already among the versions.
 UNSHOWN = ("memlock", "process_bytes", "python_version", "torch_version", "memory_available")
 
 
@@ -28,8 +28,8 @@ class ShownFault:
 
 
 def judged(report: Report) -> list[Verdict]:
-    """Return the verdicts of the primary metric. An engine that is not installed is told of once, elsewhere; one that
-    crashed or ran out of memory has its place here, for that is a result."""
+    """Return the verdicts of the primary metric. Engines that are not installed are listed elsewhere; an arm that
+    crashed or ran out of memory is included, because that is a result."""
     skipped = {arm.name for arm in not_installed(report)}
     return [verdict for verdict in report.primary_verdicts() if verdict.arm not in skipped]
 
@@ -44,12 +44,12 @@ def counts(report: Report) -> list[tuple[str, int]]:
 
 
 def verdict_word(report: Report, verdict: str) -> str:
-    """Return a verdict as it is read: "same within 2%"."""
+    """Return a verdict as displayed: "same within 2%"."""
     return f"same within {100 * float(report.plan['equivalence']):g}%" if verdict == "same" else verdict
 
 
 def warnings(report: Report) -> list[str]:
-    """Return what a reader must know before any number."""
+    """Return warnings that a reader must see before any number."""
     made = [report.stop_text] if report.stopped != "decided" else []
     labelled = [arm for arm in report.arms if arm.label]
     if labelled:
@@ -83,7 +83,7 @@ def method(report: Report) -> str:
 
 
 def faults(report: Report) -> list[ShownFault]:
-    """Return each reason once, with all the places it was found."""
+    """Return each reason once, with all the places it was found in."""
     found: dict[tuple[str, str, bool], list[str]] = {}
     for cell in report.cells:
         for fault in cell.faults:
@@ -128,7 +128,7 @@ def not_measured(report: Report) -> str:
 
 
 def load_command(report: Report, workload: Workload) -> str:
-    """Return the load of one pass, as a person would send it; every pass has prompts of its own."""
+    """Return a command that sends the load of one pass; every pass has prompts of its own."""
     words = ["spill", "bench", "serve", "--base-url", "URL"]
     options = {"temperature": 0, **workload.options, "num-warmups": report.plan.get("warmups", 0)}
     for name, value in options.items():

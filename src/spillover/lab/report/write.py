@@ -1,4 +1,4 @@
-"""Everything a report consists of, written beside the results it is about."""
+"""The files of a report, written into the folder of its results."""
 
 from __future__ import annotations
 

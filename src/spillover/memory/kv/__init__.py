@@ -1,1 +1,1 @@
-"""The KV cache on the device: blocks, tables and the prefix tree."""
+"""The KV cache on the device: blocks, block tables and the prefix tree."""

@@ -1,7 +1,7 @@
-"""The block pool: which state every block is in and how many sequences hold it.
+"""The block pool: the state of every block and the number of sequences that hold it.
 
-The pool knows ids only. What a block contains, and which blocks are worth keeping, is known elsewhere.
-Block 0 is the dummy block that padding points at; it is never handed out and not counted.
+The pool handles ids only, not the contents of blocks or which are worth keeping.
+Block 0 is the dummy block, which padding reads and writes; it is never allocated and not counted.
 """
 
 from collections.abc import Collection, Iterable
@@ -10,25 +10,25 @@ from typing import NoReturn
 
 
 class BlockState(IntEnum):
-    FREE = 0  # nobody's; may be handed out
-    FILLING = 1  # held by one sequence, some slots not computed yet
-    READY = 2  # every slot computed, held by at least one sequence
-    EVICTABLE = 3  # every slot computed, kept for its prefix, held by nobody
-    IN_FLIGHT = 4  # a copy to or from another tier reads or writes it
-    ABSENT = 5  # not a block for now: its bytes serve something else
+    FREE = 0  # unused; may be allocated
+    FILLING = 1  # held by one sequence; some slots are not computed yet
+    READY = 2  # every slot is computed; held by at least one sequence
+    EVICTABLE = 3  # every slot is computed; kept in the prefix tree, held by no sequence
+    IN_FLIGHT = 4  # read or written by a copy to or from another tier
+    ABSENT = 5  # not part of the pool at present: its bytes are used for something else
 
 
 FREE, FILLING, READY, EVICTABLE, IN_FLIGHT, ABSENT = BlockState
 
 
 class BlockPool:
-    """The states of blocks 1..num_blocks, and of others up to `most` once they are added.
+    """The states of blocks 1..num_blocks, and of blocks up to `most` once they are added.
 
-    Transitions are made for a run of blocks at a time, in order. An illegal one raises AssertionError: it is a bug,
-    never a condition to handle.
+    Each method changes the states of several blocks, in order. An illegal transition raises AssertionError: it is a
+    bug, never a condition to handle.
 
-    A block is *cached* while the prefix tree keeps it; that alone decides whether it becomes EVICTABLE or FREE once its
-    last reference goes. A block in flight keeps its references and its cached mark, and settles when the copy ends.
+    A block is *cached* while the prefix tree keeps it; that alone decides whether it becomes EVICTABLE or FREE when its
+    last reference is dropped. A block in flight keeps its references and cached mark, which give its state afterwards.
     """
 
     def __init__(self, num_blocks: int, most: int | None = None) -> None:
@@ -36,9 +36,9 @@ class BlockPool:
         self._state = [FREE] * (num_blocks + 1) + [ABSENT] * (self.most - num_blocks)
         self._refs = [0] * (self.most + 1)
         self._cached = bytearray(self.most + 1)
-        self._loading: set[int] = set()  # in flight and incomplete: FILLING again when the copy ends
+        self._loading: set[int] = set()  # blocks in flight that were FILLING, and are again when the copy ends
         self._free = list(range(num_blocks, 0, -1))
-        self._counts = [num_blocks, 0, 0, 0, 0, self.most - num_blocks]  # by BlockState
+        self._counts = [num_blocks, 0, 0, 0, 0, self.most - num_blocks]  # number of blocks by BlockState
 
     @property
     def num_blocks(self) -> int:
@@ -70,11 +70,11 @@ class BlockPool:
         return bool(self._cached[block])
 
     def used(self) -> list[int]:
-        """Return the blocks that hold something."""
+        """Return the blocks that are in use or cached."""
         return [block for block, state in enumerate(self._state) if state not in (FREE, ABSENT)]
 
     def add(self, blocks: Iterable[int]) -> None:
-        """Add a block: ABSENT -> FREE."""
+        """Add blocks: ABSENT -> FREE."""
         for block in blocks:
             if self._state[block] is not ABSENT:
                 self._illegal("add", block, ABSENT)
@@ -82,7 +82,7 @@ class BlockPool:
             self._free.append(block)
 
     def remove(self, blocks: Collection[int]) -> None:
-        """Remove a block: FREE -> ABSENT."""
+        """Remove blocks: FREE -> ABSENT."""
         for block in blocks:
             if self._state[block] is not FREE:
                 self._illegal("remove", block, FREE)
@@ -90,7 +90,7 @@ class BlockPool:
         self._free = [block for block in self._free if block not in blocks]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate blocks: FREE -> FILLING, with one reference. The caller has made sure that as many are free."""
+        """Allocate blocks: FREE -> FILLING, with one reference. The caller has ensured that `count` are free."""
         if count > len(self._free):
             raise AssertionError(f"allocate() of {count} blocks with {len(self._free)} FREE")
         at = len(self._free) - count
@@ -103,7 +103,7 @@ class BlockPool:
         return blocks
 
     def complete(self, blocks: Iterable[int]) -> None:
-        """Complete blocks: FILLING -> READY: every slot now holds computed KV."""
+        """Mark blocks complete, as every slot now has computed KV: FILLING -> READY."""
         states, complete = self._state, 0
         try:
             for block in blocks:
@@ -115,7 +115,7 @@ class BlockPool:
             self._count(FILLING, READY, complete)
 
     def ref(self, blocks: Iterable[int]) -> None:
-        """Add a holder of complete blocks; EVICTABLE -> READY."""
+        """Add a reference to complete blocks: EVICTABLE -> READY."""
         states, refs, taken = self._state, self._refs, 0
         try:
             for block in blocks:
@@ -130,7 +130,7 @@ class BlockPool:
             self._count(EVICTABLE, READY, taken)
 
     def unref(self, blocks: Iterable[int]) -> None:
-        """Remove a holder; after the last one a block is EVICTABLE if cached, else FREE, unless a copy holds it."""
+        """Drop a reference; after the last one a block is EVICTABLE if cached, otherwise FREE, unless in flight."""
         states, refs, cached, idle = self._state, self._refs, self._cached, 0
         try:
             for block in blocks:
@@ -155,7 +155,7 @@ class BlockPool:
             self._cached[block] = 1
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Unmark blocks that the prefix tree no longer keeps: EVICTABLE -> FREE; holders and copies keep them alive."""
+        """Unmark blocks that the prefix tree no longer keeps: EVICTABLE -> FREE, others once released and copied."""
         for block in blocks:
             if not self._cached[block]:
                 self._illegal("uncache", block, READY, EVICTABLE, IN_FLIGHT)
@@ -177,7 +177,7 @@ class BlockPool:
             self._count(EVICTABLE, FREE, len(free) - before)
 
     def begin_copy(self, blocks: Iterable[int]) -> None:
-        """Begin a copy that reads or writes these blocks: none is reused, freed or evicted before its end_copy."""
+        """Begin a copy that reads or writes these blocks: none is reused, freed or evicted before end_copy()."""
         states, counts, begun = self._state, self._counts, 0
         try:
             for block in blocks:
@@ -193,14 +193,14 @@ class BlockPool:
             counts[IN_FLIGHT] += begun
 
     def end_copy(self, blocks: Iterable[int]) -> None:
-        """End a copy whose event has fired; each block goes where its references and the cached mark say."""
+        """End a completed copy; the references and the cached mark of each block give its new state."""
         for block in blocks:
             if self._state[block] is not IN_FLIGHT:
                 self._illegal("end_copy", block, IN_FLIGHT)
             self._settle(block)
 
     def check(self) -> None:
-        """Recount everything from scratch."""
+        """Assert that recounted states agree with all counters and invariants."""
         blocks = range(1, self.most + 1)
         for state in BlockState:
             found = sum(self._state[block] is state for block in blocks)

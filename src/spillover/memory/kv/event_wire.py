@@ -1,5 +1,5 @@
 """KV events on the wire, as vLLM's `kv_events.py` defines them: a batch is a msgpack array, its events are maps with
-their name under `type`. Until June 2026 vLLM's events were arrays, as SGLang's are still: `read_events` reads both."""
+their name under `type`. Until June 2026 vLLM's events were arrays, as SGLang's still are: `read_events` reads both."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 import msgspec
 
-GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # where a block lies: on the device, in host memory, on disk
+GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # the medium of a block: device, host memory, disk
 MEDIA = (GPU, CPU, STORAGE)
 SEQUENCE_BYTES = 8  # big-endian
 END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)  # in place of a sequence number, after the last reply
-SNAPSHOT = b"kv_snapshot"  # a request for all that is held now, where a replay's would be a sequence number
+SNAPSHOT = b"kv_snapshot"  # sent in place of a replay's sequence number: requests all blocks held now
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Blocks that follow each other, and can be found on `medium` from now on."""
+    """Consecutive blocks that can be found on `medium` from now on."""
 
     block_hashes: list[int]
-    parent_block_hash: int | None  # of the block before the first; None: there is none, or it is not known
-    token_ids: list[int]  # of all these blocks; [] where they are not known
+    parent_block_hash: int | None  # hash of the block before the first; None if there is none or it is unknown
+    token_ids: list[int]  # tokens of all these blocks; [] if unknown
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    # One a block. Of the first block of a salted prompt the digest of model and salt; the salt itself is not told.
+    # One entry per block: for the first block of a salted prompt the digest of model and salt; never the salt itself.
     extra_keys: list[Any] | None = None
-    group_idx: int | None = None  # layer group; None where the model has one
+    group_idx: int | None = None  # index of the layer group; None if the model has only one
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
@@ -42,7 +42,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
-    """Nothing is held any more, on any medium."""
+    """All blocks have been removed from every medium."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -55,19 +55,19 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 def block_hash(digest: bytes) -> int:
-    """Return a block's name on the wire: the last eight bytes of its digest, as vLLM shortens its own."""
+    """Return a block's hash on the wire: the last eight bytes of its digest, shortened as vLLM shortens its hashes."""
     return int.from_bytes(digest[-8:], "big")
 
 
 _BATCH = msgspec.msgpack.Decoder(EventBatch)
 _KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
-# What some versions leave out.
+# Defaults of fields that some versions leave out.
 _UNSAID = {"parent_block_hash": None, "token_ids": (), "lora_id": None, "medium": None, "lora_name": None}
 
 
 def read_events(payload: bytes) -> list[Event]:
-    """Return a batch's events, of any version: fields that are not known here are passed over, and so are events of
-    other kinds. DecodeError or ValidationError if it is no batch of events."""
+    """Return the events of a batch of any version; unknown fields and events of other kinds are ignored. Raise
+    DecodeError or ValidationError if the payload is not a batch of events."""
     return [event for value in _BATCH.decode(payload).events if (event := _read(value)) is not None]
 
 
@@ -84,7 +84,7 @@ def _read(value: Any) -> Event | None:
     if (kind := _KINDS.get(name)) is None:
         return None
     hashes, parent = fields.get("block_hashes", ()), fields.get("parent_block_hash")
-    if any(isinstance(each, bytes) for each in (*hashes, parent)):  # whole digests, as vLLM sends on request
+    if any(isinstance(each, bytes) for each in (*hashes, parent)):  # full digests, which vLLM sends if configured to
         fields = {**fields, "block_hashes": [_number(each) for each in hashes], "parent_block_hash": _number(parent)}
     return msgspec.convert({**_UNSAID, **fields, "type": name}, kind)
 

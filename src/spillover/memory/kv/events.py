@@ -1,18 +1,18 @@
-"""What happens to stored blocks, as whoever holds them tells it; by default to nobody, at no cost."""
+"""Events of stored blocks, which the tiers report to a listener; by default there is none, at no cost."""
 
 from typing import Protocol, runtime_checkable
 
 
 class BlockEvents(Protocol):
-    """A listener to the tiers below the device, called on the engine's thread. Keys are the tiers' names of blocks."""
+    """A listener to the tiers below the device, called on the engine's thread. A key names a block in the tiers."""
 
-    def stored(self, tier: str, key: bytes) -> None: ...  # it can be found there from now on
+    def stored(self, tier: str, key: bytes) -> None: ...  # the block can be found in the tier from now on
 
-    def removed(self, tier: str, key: bytes) -> None: ...  # it no longer can
+    def removed(self, tier: str, key: bytes) -> None: ...  # the block can no longer be found in the tier
 
 
 class NoBlockEvents:
-    """The listener where there is none."""
+    """The default listener, which ignores all events."""
 
     def stored(self, tier: str, key: bytes) -> None:
         """Do nothing."""
@@ -26,7 +26,7 @@ NO_BLOCK_EVENTS = NoBlockEvents()
 
 @runtime_checkable
 class TellingTier(Protocol):
-    """A tier that always knows what it holds. A remote store does not: its server forgets without a word."""
+    """A tier that always knows what it holds. A remote store does not: its server drops blocks without notice."""
 
     def tell(self, events: BlockEvents) -> None:
-        """Tell of every block that is here now, and from now on of each that comes or goes."""
+        """Report every block that the tier holds now to `events`, and every later change."""

@@ -1,8 +1,8 @@
 """The KV cache as the scheduler sees it: sequences, their block tables, and prefixes shared between them.
 
-One pool serves all layer groups, since every block has the same bytes. A sequence has one table a group, all of the
-same length; entry i is the block of positions [i * block_size, (i + 1) * block_size), and 0 where a sliding window has
-moved past. Tables always cover what is computed, so extend() never allocates behind a window.
+One pool serves all layer groups, since every block has the same size. A sequence has one table per group, all of the
+same length; entry i is the block of positions [i * block_size, (i + 1) * block_size), or 0 once a sliding window has
+moved past it. Tables always cover all computed tokens, so extend() never allocates blocks before a window.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ class KVCache:
         most_blocks: int | None = None,
         lender: BlockLender | None = None,
     ) -> None:
-        """Make an empty cache. `windows` has one entry a layer group, None for full attention; `identity` digests
-        model, dtype, layout. `lender` brings more blocks where it can, of numbers up to `most_blocks`."""
+        """Create an empty cache. `windows`: one entry per layer group, None for full attention; `identity`: digest of
+        model, dtype and layout; `lender`: lends additional blocks when it can, with ids up to `most_blocks`."""
         if num_blocks < 1 or block_size < 1:
             raise SpilloverError(f"a KV cache needs room for a token; got {num_blocks} blocks of {block_size} tokens")
         if not windows or any(window is not None and window < 1 for window in windows):
@@ -42,10 +42,10 @@ class KVCache:
         self.identity = identity
         self.pool = BlockPool(num_blocks, most_blocks)
         self.tree = PrefixTree(self.pool, self.windows, policy if policy is not None else LRU(), identity)
-        self.evictor: Evictor = self.tree  # until a connector puts its own here
+        self.evictor: Evictor = self.tree  # a connector may replace it by its own
         self.loans = Loans(self.pool, self.tree, lender, lambda blocks: self.evictor.may_go(blocks))
         self._live: dict[str, SequenceBlocks] = {}
-        # Full-attention groups first: of two blocks released together, the one that stands for its node is the older.
+        # Full-attention groups first: of blocks released together, the one that represents its node is the older.
         self._group_order = sorted(range(len(self.windows)), key=lambda group: self.windows[group] is not None)
         self._window_groups = [(group, window) for group, window in enumerate(self.windows) if window is not None]
         self._query_tokens = 0
@@ -57,17 +57,17 @@ class KVCache:
 
     @property
     def num_free(self) -> int:
-        """Return the blocks that extend() can have: free, or evictable."""
+        """Return the number of blocks that extend() can use: free ones and evictable ones."""
         return self.pool.free + self.pool.evictable
 
     @property
     def num_in_flight(self) -> int:
-        """Return the blocks that a copy to or from another tier holds, and that may soon be had."""
+        """Return the number of blocks in a copy to or from another tier, which may soon be available."""
         return self.pool.in_flight
 
     @property
     def occupancy(self) -> tuple[int, ...]:
-        """Return numbers of which one changes whenever more blocks can be had, or another prefix is found."""
+        """Return numbers of which at least one changes whenever more blocks are available or prefixes change."""
         return self.num_free, self.num_total, self.tree.num_nodes, self.tree.num_evictions
 
     @property
@@ -86,11 +86,11 @@ class KVCache:
         )
 
     def used_blocks(self) -> list[int]:
-        """Return the blocks that hold KV of a sequence or a prefix."""
+        """Return the blocks that have KV of a sequence or a cached prefix."""
         return self.pool.used()
 
     def usage(self) -> float:
-        """Return the share of blocks that sequences and copies hold, 0 to 1."""
+        """Return the share of blocks that are held by sequences or in flight, 0 to 1."""
         return 1 - self.num_free / self.num_total
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> int:
@@ -98,7 +98,7 @@ class KVCache:
         return len(self._find(tokens, salt)) * self.block_size
 
     def admit(self, seq: str, tokens: Sequence[int], salt: str | None = None) -> int:
-        """Start a sequence on the longest cached prefix; returns how many tokens that covers, always whole blocks."""
+        """Start a sequence with the longest cached prefix; return how many tokens that has, always whole blocks."""
         self._must_be_new(seq)
         nodes = self._find(tokens, salt)
         sequence = self._start(seq, [node.blocks for node in nodes])
@@ -109,23 +109,23 @@ class KVCache:
         return sequence.num_computed
 
     def count_query(self, seq: str) -> None:
-        """Count the query of a sequence just admitted: its prompt as asked for, what was found as hit."""
+        """Count a newly admitted sequence in the statistics: its tokens as queried, its cached prefix as hit."""
         sequence = self._get(seq)
         self._query_tokens += sequence.asked
         self._hit_tokens += sequence.num_computed if sequence.asked else 0
 
     def fork(self, parent: str, child: str, num_tokens: int) -> int:
-        """Start `child` on the parent's complete blocks of its first `num_tokens` tokens, never on a partial one.
+        """Start `child` with the parent's complete blocks of the first `num_tokens` tokens, never with a partial block.
 
-        Returns the tokens covered, which may be all of num_tokens: a child that still has to compute its last token
-        asks for one less. Works without prefix caching too.
+        Return the number of tokens covered, which may be num_tokens: for a child that still has to compute its last
+        token, pass one less. Works without prefix caching too.
         """
         self._must_be_new(child)
         source = self._get(parent)
         path = self.tree.path(source.node) if source.node is not None else []  # path[i + 1] is block i's node
         blocks: list[list[int | None]] = []
         for i in range(min(num_tokens // self.block_size, source.num_ready)):
-            # What the parent's window has passed may still be in the tree.
+            # Blocks that the parent's window has moved past may still be in the tree.
             cached = path[i + 1].blocks if path else [None] * len(self.windows)
             blocks.append([table[i] or kept for table, kept in zip(source.tables, cached, strict=True)])
         del blocks[usable_blocks(blocks, self.windows, self.block_size) :]
@@ -140,9 +140,9 @@ class KVCache:
         return sequence.num_computed
 
     def extend(self, seq: str, num_tokens: int, urgent: bool = True) -> bool:
-        """Make the tables cover num_tokens positions, evicting as needed; False and unchanged if blocks are short.
+        """Make the tables cover num_tokens positions, evicting as needed; False, with nothing changed, if it cannot.
 
-        Who is not urgent rather waits until what is evicted has been copied to another tier.
+        A call that is not urgent fails for now if the evicted blocks should be copied to another tier first.
         """
         tables = self._get(seq).tables
         new = -(-num_tokens // self.block_size) - len(tables[0])
@@ -155,8 +155,8 @@ class KVCache:
         return True
 
     def commit(self, seq: str, tokens: Sequence[int], num_computed: int) -> None:
-        """Note that tokens[:num_computed] have their KV stored: full blocks become ready and enter the tree; blocks
-        wholly behind a window of the next position leave the table. Reads only tokens of blocks that became full."""
+        """Note that the KV of tokens[:num_computed] is stored: full blocks become ready and enter the tree; blocks that
+        the next position's window does not reach leave the table. Only tokens of newly full blocks are read."""
         sequence = self._get(seq)
         size = self.block_size
         assert sequence.num_computed <= num_computed <= len(sequence.tables[0]) * size, (
@@ -168,7 +168,7 @@ class KVCache:
         if first < end:
             tables = [table[first:end] for table in sequence.tables]
             for table in tables:
-                self.pool.complete(filter(None, table))  # 0: behind the window of a restored prefix, and not loaded
+                self.pool.complete(filter(None, table))  # 0: outside the window of a restored prefix, so not loaded
             if sequence.node is not None:
                 span = packed(tokens[first * size : end * size])
                 assert len(span) == (end - first) * size * TOKEN_BYTES, (
@@ -184,10 +184,10 @@ class KVCache:
             self._drop_before(sequence, group, first_seen(num_computed, window, size))
 
     def release(self, seq: str) -> None:
-        """End a sequence (finished, aborted or preempted): what is in the tree becomes evictable, the rest free."""
+        """Release a finished, aborted or preempted sequence: its cached blocks become evictable, the others free."""
         sequence = self._get(seq)
         del self._live[seq]
-        # Tail first: the end of a prefix is the least likely to be asked for again.
+        # Tail first: the end of a prefix is the least likely to be used again.
         rows: list[tuple[int, ...]] = list(zip(*(sequence.tables[group] for group in self._group_order), strict=True))
         for i, held in sequence.held.items():
             rows[i] += tuple(held)
@@ -204,13 +204,13 @@ class KVCache:
         return self._get(seq).num_ready
 
     def blocks_needed(self, seq: str | None, num_tokens: int) -> int:
-        """Return the new blocks that extend(seq, num_tokens) takes; for None, of a sequence with nothing cached."""
+        """Return the number of blocks that extend(seq, num_tokens) allocates; None: for a sequence with no blocks."""
         have = 0 if seq is None else len(self._get(seq).tables[0])
         return max(0, -(-num_tokens // self.block_size) - have) * len(self.windows)
 
     def peak_blocks(self, num_tokens: int, chunk: int) -> int:
-        """Return the most blocks a sequence of num_tokens ever holds, if at most `chunk` tokens stand between commit
-        and extend: windows need no more than the chunk and what its first token sees."""
+        """Return the most blocks a sequence of num_tokens ever holds, if each extend() adds at most `chunk` tokens to
+        those committed: a window needs only the chunk and the tokens that the chunk's first token sees."""
         whole = -(-num_tokens // self.block_size)
         peak = 0
         for window in self.windows:
@@ -219,39 +219,39 @@ class KVCache:
         return peak
 
     def grow(self, blocks: int) -> bool:
-        """Borrow at least n blocks, if somebody lends them; return whether any came."""
+        """Borrow at least n blocks, if there is a lender; return whether any were lent."""
         return self.loans.grow(blocks)
 
     def shrink(self) -> bool:
-        """Give borrowed blocks back where enough others are free; return whether any went."""
+        """Return borrowed blocks to the lender if enough others are free; return whether any were returned."""
         return self.loans.shrink()
 
     def drop_duplicates(self, seq: str) -> bool:
-        """Return whether a sequence that is alone held blocks of the tree besides its own for the same tokens, which
-        are now to be had. The tree is emptied: it is all of this sequence."""
+        """Drop the tree's blocks that duplicate blocks of the only live sequence; return whether there were any, which
+        can now be evicted. The tree is emptied: all its blocks in use belong to this sequence."""
         if not self._get(seq).held:
             return False
         self.reset_prefix_cache()
         return True
 
-    # What a connector to other tiers needs
+    # For a connector to other tiers
 
     def cached_prefix(self, tokens: Sequence[int], salt: str | None) -> tuple[int, bytes]:
-        """Return how many blocks of this prompt admit() would find now, and the digest of the prefix they hold."""
+        """Return how many blocks of this prompt admit() would find now, and the digest of their prefix."""
         nodes = self._find(tokens, salt)
         return len(nodes), nodes[-1].digest if nodes else root_digest(self.identity, salt)
 
     def ready_prefix(self, seq: str, salt: str | None) -> tuple[int, bytes]:
-        """Return how many leading blocks of a sequence are complete, and the digest of the prefix they hold; none, and
-        the root's, where the tree no longer knows the sequence."""
+        """Return how many leading blocks of a sequence are complete, and the digest of their prefix; 0 and the root's
+        digest if the sequence is no longer in the tree."""
         sequence = self._get(seq)
         if sequence.node is None:
             return 0, root_digest(self.identity, salt)
         return sequence.num_ready, sequence.node.digest
 
     def extend_to_load(self, seq: str, num_blocks: int) -> bool:
-        """Make the tables cover num_blocks whole blocks, of a window group only those that the position after them
-        sees; False and unchanged if there is no room. They are to be loaded, or computed meanwhile."""
+        """Make the tables cover num_blocks whole blocks, to be loaded or computed; of a window group, only those that
+        the position after them sees. False, with nothing changed, if there is no room."""
         sequence, size = self._get(seq), self.block_size
         have = len(sequence.tables[0])
         seen = [first_seen(num_blocks * size, window, size) for window in self.windows]
@@ -266,20 +266,20 @@ class KVCache:
         return True
 
     def drop_offloaded(self, seq: str, num_blocks: int) -> None:
-        """Take the first num_blocks out of the table of a full-attention sequence: host memory has them."""
+        """Remove the first num_blocks from the table of a full-attention sequence: host memory has them."""
         sequence = self._get(seq)
         self._drop_before(sequence, 0, num_blocks)
         sequence.num_offloaded = num_blocks
 
     def begin_copy(self, blocks: Sequence[int]) -> None:
-        """Begin a copy to or from another tier: no block of it is reused, freed or evicted until its end_copy."""
+        """Begin a copy to or from another tier: none of the blocks is reused, freed or evicted until end_copy()."""
         self.tree.begin_copy(blocks)
 
     def end_copy(self, blocks: Sequence[int]) -> None:
         self.tree.end_copy(blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix. Running sequences keep their blocks, share them no more, and free them at the end."""
+        """Forget every prefix. Running sequences keep their blocks, no longer share them, and free them on release."""
         self.tree.reset()
         for sequence in self._live.values():
             sequence.node = None
@@ -287,7 +287,7 @@ class KVCache:
             sequence.held.clear()
 
     def check(self) -> None:
-        """Assert the invariant, free + evictable + protected + in flight == total, and all that it rests on."""
+        """Assert that free + evictable + protected + in flight == total, and every invariant that this relies on."""
         self.pool.check()
         self.tree.check()
         refs = [0] * (self.pool.most + 1)
@@ -325,12 +325,12 @@ class KVCache:
             return []
         limit = (len(tokens) - 1) // self.block_size * self.block_size
         nodes = self.tree.walk(packed(tokens)[: limit * TOKEN_BYTES], self.block_size * TOKEN_BYTES, salt)
-        if self._window_groups:  # whose blocks may have left the tree before their nodes
+        if self._window_groups:  # blocks of window groups may have left the tree before their nodes
             del nodes[usable_blocks([node.blocks for node in nodes], self.windows, self.block_size) :]
         return nodes
 
     def _start(self, seq: str, blocks: Sequence[Sequence[int | None]]) -> SequenceBlocks:
-        """Start a sequence that holds these complete blocks, of a window group only what the next position sees."""
+        """Start a sequence that holds these complete blocks; of a window group, only those the next position sees."""
         computed = len(blocks) * self.block_size
         first = [first_seen(computed, window, self.block_size) for window in self.windows]
         tables: list[list[int]] = []
@@ -343,7 +343,7 @@ class KVCache:
         return sequence
 
     def _drop_before(self, sequence: SequenceBlocks, group: int, end: int) -> None:
-        """Take the entries before `end` out of a group's table."""
+        """Remove the entries before `end` from a group's table."""
         table, first = sequence.tables[group], sequence.first[group]
         if first < end:
             self.tree.unref(table[first:end])

@@ -1,4 +1,4 @@
-"""Blocks beyond the cache's own, in bytes that somebody else can spare for a while."""
+"""Additional KV blocks, in memory that a lender such as the expert slots can spare for a while."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Protocol
 from spillover.memory.kv.blocks import EVICTABLE, FREE, BlockPool
 from spillover.memory.kv.prefix_tree import PrefixTree
 
-SPARE = 4  # a loan is at least 1/n of all blocks
+SPARE = 4  # at least 1/SPARE of all blocks is borrowed at a time
 
 
 class BlockLender(Protocol):
-    """Anything that has bytes in which blocks can lie."""
+    """An owner of memory that can hold KV blocks."""
 
     def lend(self, blocks: int) -> list[Sequence[int]]:
-        """Lend at least n blocks if it can, in loans that come back one by one; fewer or none if it cannot."""
+        """Lend at least n blocks if possible, as loans that are returned one by one; fewer or none if not."""
         ...
 
     def give_back(self, loan: Sequence[int]) -> None: ...
@@ -24,7 +24,7 @@ class BlockLender(Protocol):
 class Loans:
     def __init__(self, pool: BlockPool, tree: PrefixTree, lender: BlockLender | None,
                  may_go: Callable[[Sequence[int]], bool]) -> None:
-        """Borrow from a lender. `may_go`: whether blocks of the tree may be forgotten now; if not, copies begin."""
+        """Borrow from a lender. `may_go`: returns whether blocks of the tree may be evicted now, or starts copies."""
         self.lender = lender
         self._may_go = may_go
         self._pool = pool
@@ -37,8 +37,8 @@ class Loans:
         return sum(len(loan) for loan in self._taken)
 
     def grow(self, blocks: int) -> bool:
-        """Borrow n more blocks if somebody lends them, and some to spare: whoever lends has to look at all it has left,
-        and should not have to at every step. Whether any came."""
+        """Borrow n more blocks, and some to spare, if there is a lender; return whether any were lent. Lending requires
+        a scan of all that the lender has left, which should not happen at every step."""
         more = max(blocks, self._pool.num_blocks // SPARE)
         loans = self.lender.lend(more) if self.lender is not None and blocks > 0 else []
         for loan in loans:
@@ -47,9 +47,9 @@ class Loans:
         return bool(loans)
 
     def shrink(self) -> bool:
-        """Give one loan back where half of the blocks that stay are free: with nobody running, all go back, however
-        large. Prefixes in it are forgotten, once a tier below has them where there is one: until then False, and it is
-        to be asked again."""
+        """Return one loan to the lender if half of the remaining blocks are then free or evictable: with no running
+        request every loan is returned. Its prefixes are evicted; if a lower tier must store them first, the result is
+        False until it has, and the caller has to retry."""
         for loan in self._taken:
             free = self._pool.free + self._pool.evictable
             if 2 * (free - len(loan)) < self._pool.num_blocks - len(loan):

@@ -1,9 +1,9 @@
 """The prefix tree: which computed blocks hold which tokens, and which of them may be evicted.
 
-A node is one block's span of tokens and has one block id a layer group. Full-attention blocks go leaf by leaf, so that
-whatever is in the tree stays reachable; a sliding-window group's block may go alone, and leaves None behind.
-Invariant: whoever holds a node's full-attention blocks holds those of all its ancestors too. So every evictable block
-can really be had, and free + evictable is an honest count (but for ancestors of a block in flight, until it lands).
+A node is one block's span of tokens and has one block id per layer group. Full-attention blocks are evicted leaf by
+leaf, so that every node stays reachable; a sliding-window group's block may be evicted alone, which leaves None.
+Invariant: a sequence that holds a node's full-attention blocks holds those of all its ancestors too. So every evictable
+block can be evicted, and free + evictable is accurate, except for ancestors of a block in flight until its copy ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +19,15 @@ class Node:
 
     def __init__(self, parent: "Node | None", tokens: bytes, blocks: list[int | None]) -> None:
         self.parent = parent
-        self.tokens = tokens  # packed
-        self.blocks = blocks  # one a layer group; None where there is none
+        self.tokens = tokens  # the node's token ids, packed
+        self.blocks = blocks  # one block id per layer group; None if the group's block is not in the tree
         self.children: dict[bytes, Node] = {}
-        self.users = 0  # live sequences whose last committed block this is; they keep the node, not its blocks
+        self.users = 0  # number of live sequences whose last committed block this is; keeps the node, not its blocks
         self._digest: bytes | None = None
         self._key: bytes | None = None
 
     def key(self, group: int) -> bytes:
-        """Return the name under which other tiers keep the node's block of a group; the first group's is remembered."""
+        """Return the key under which other tiers store the node's block of a group; the first group's is cached."""
         if group:
             return block_key(self.digest, group)
         if self._key is None:
@@ -36,7 +36,7 @@ class Node:
 
     @property
     def digest(self) -> bytes:
-        """Return the digest, computed on first use: while no other tier asks for names, nothing is digested."""
+        """Return the digest, computed on first use: without other tiers, which need keys, nothing is digested."""
         chain: list[Node] = []
         node = self
         while (digest := node._digest) is None:
@@ -58,55 +58,55 @@ class Root(Node):
 
 
 class Listener(Protocol):
-    """An observer of the tree's blocks: whoever spills them to other tiers, or publishes what is where."""
+    """An observer of the tree's blocks, such as the spiller or the publisher of KV events."""
 
-    def on_cached(self, blocks: Sequence[int]) -> None: ...  # entered the tree, held by who computed them
+    def on_cached(self, blocks: Sequence[int]) -> None: ...  # the blocks entered the tree; their sequence holds them
 
-    def on_idle(self, blocks: Sequence[int]) -> None: ...  # held by nobody
+    def on_idle(self, blocks: Sequence[int]) -> None: ...  # no sequence holds the blocks any more
 
-    def on_busy(self, blocks: Sequence[int]) -> None: ...  # held, or in flight
+    def on_busy(self, blocks: Sequence[int]) -> None: ...  # the blocks are held by a sequence, or in flight
 
-    def on_gone(self, blocks: Sequence[int]) -> None: ...  # left the tree
+    def on_gone(self, blocks: Sequence[int]) -> None: ...  # the blocks left the tree
 
 
 class Evictor(Protocol):
-    """What frees blocks of the tree: the tree itself, or whoever first copies them to other tiers."""
+    """An evictor of blocks of the tree: the tree itself, or the spiller, which copies them to other tiers first."""
 
     def make_room(self, blocks: int, urgent: bool) -> bool:
-        """Free blocks until n are free; False if some are not to be had, or better not yet."""
+        """Evict until n blocks are free; False if that is not possible, or should wait for copies."""
 
     def may_go(self, blocks: Sequence[int]) -> bool:
-        """Return whether these blocks, which nobody holds, may leave the device as they are."""
+        """Return whether these unreferenced blocks may leave the device without another copy to a lower tier."""
 
 
 class PrefixTree:
-    """All references to blocks are taken and dropped here, in the tree or not, so that the policy hears of each."""
+    """The tree of cached blocks. All references to blocks, cached or not, go through it: the policy sees each use."""
 
     def __init__(
         self, pool: BlockPool, windows: Sequence[int | None], policy: EvictionPolicy, identity: bytes = b""
     ) -> None:
-        self.num_nodes = 0  # roots not counted
-        self.num_evictions = 0  # blocks
+        self.num_nodes = 0  # number of nodes, without roots
+        self.num_evictions = 0  # number of evicted blocks
         self.listeners: list[Listener] = []
         self._pool = pool
         self._windows = tuple(windows)
-        # A node leaves as a whole; the block of its first full-attention group stands for it before the policy.
+        # A node is evicted as a whole; the block of its first full-attention group represents it in the policy.
         self._lead = self._windows.index(None) if None in self._windows else None
-        self._plain = self._windows == (None,)  # as most models have it: a node is one block
+        self._plain = self._windows == (None,)  # one group with full attention, as in most models: a node is one block
         self._policy = policy
         self._identity = identity
         self._roots: dict[str | None, Root] = {}
         self._home: dict[int, Node] = {}  # block in the tree -> its node
-        self._offered: set[int] = set()  # what the policy may choose from
+        self._offered: set[int] = set()  # blocks that the policy may choose as victims
 
     def root(self, salt: str | None) -> Node:
-        """Return one root a salt: sequences with different salts never share a block."""
+        """Return the root of this salt: sequences with different salts never share a block."""
         if salt not in self._roots:
             self._roots[salt] = Root(self._identity, salt)
         return self._roots[salt]
 
     def walk(self, tokens: bytes, width: int, salt: str | None) -> list[Node]:
-        """Return the nodes along packed `tokens`, `width` bytes each, as far as they go; changes nothing."""
+        """Return the nodes along packed `tokens`, `width` bytes each, up to the first missing one; changes nothing."""
         nodes: list[Node] = []
         node: Node | None = self._roots.get(salt)
         if node is None:
@@ -127,15 +127,15 @@ class PrefixTree:
         return nodes[::-1]
 
     def insert(self, parent: Node, tokens: bytes, tables: Sequence[Sequence[int]]) -> tuple[Node, dict[int, list[int]]]:
-        """Offer a sequence's READY blocks after `parent` to the tree, one table a layer group with 0 where it has none
-        to offer; returns the last node, and by index the blocks that the sequence now holds *besides*.
+        """Insert a sequence's READY blocks after `parent`, one table per layer group with 0 for missing blocks; return
+        the last node, and by index the blocks of the tree that the sequence now references *in addition*.
 
-        If a node is there already (two sequences computed the same tokens at once), the sequence keeps its own blocks
-        outside the tree, because its table points at them; gaps of the node are filled from them. It takes references
-        on the node's full-attention blocks, so that its own later blocks never hang below evictable ones.
+        If a node exists already (two sequences computed the same tokens at once), the sequence keeps its own blocks
+        outside the tree, because its table points at them; they fill gaps of the node. The sequence takes references
+        on the node's full-attention blocks, so that its later blocks are never below evictable ones.
         """
         width = len(tokens) // len(tables[0])
-        node, known = parent, [parent]  # nodes that were there
+        node, known = parent, [parent]  # nodes that existed before
         new: Sequence[int]
         cached: list[int] = []  # blocks that enter the tree
         held: dict[int, list[int]] = {}
@@ -167,7 +167,7 @@ class PrefixTree:
         return node, held
 
     def _fill(self, node: Node, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Fill gaps of a node; return the blocks that did, and its full-attention blocks that were there instead."""
+        """Fill gaps of a node; return the blocks used, and the node's existing full-attention blocks for the others."""
         new, theirs = [], []
         for group, block in enumerate(blocks):
             there = node.blocks[group]
@@ -179,24 +179,24 @@ class PrefixTree:
         return new, theirs
 
     def key(self, block: int) -> bytes:
-        """Return the name under which other tiers keep this block of the tree."""
+        """Return the key under which other tiers store this block of the tree."""
         node = self._home[block]
         return node.key(0 if self._plain else node.blocks.index(block))
 
     def home(self, block: int) -> tuple[Node, int]:
-        """Return the node of a block of the tree, and the layer group that it is of."""
+        """Return the node of a block of the tree, and the index of the block's layer group."""
         node = self._home[block]
         return node, 0 if self._plain else node.blocks.index(block)
 
     def make_room(self, blocks: int, urgent: bool) -> bool:
-        """Evict until n blocks are free; False if what is left lies above a block in flight."""
+        """Evict until n blocks are free; False if all remaining evictable blocks are ancestors of blocks in flight."""
         return self.evict(blocks)
 
     def may_go(self, blocks: Sequence[int]) -> bool:
         return True
 
     def enter(self, node: Node) -> None:
-        """Note that a sequence's last committed block is now this node's."""
+        """Note that this node's block is now the last committed block of one more sequence."""
         node.users += 1
 
     def leave(self, node: Node) -> None:
@@ -221,7 +221,7 @@ class PrefixTree:
 
     def evict(self, wanted: int, may_go: Callable[[Sequence[int]], bool] | None = None) -> bool:
         """Evict the policy's victims, each a whole leaf or one sliding-window block, until n blocks are free; False if
-        nothing is left before that, or if `may_go` refuses the next."""
+        there are no victims left before that, or if `may_go` refuses one."""
         gone: list[int] = []
         short = wanted - self._pool.free
         evict = self._evict_chain if self._plain else self._evict_node
@@ -234,7 +234,7 @@ class PrefixTree:
         return len(gone) >= short
 
     def _evict_node(self, victim: int, most: int, may_go: Callable[[Sequence[int]], bool] | None) -> list[int]:
-        """Take a leaf, or one sliding-window block, from the tree; return the blocks, none if `may_go` refuses."""
+        """Remove a leaf, or one sliding-window block, from the tree; return its blocks, none if `may_go` refuses."""
         node = self._home[victim]
         whole = self._lead is not None and node.blocks[self._lead] == victim
         goes = [block for block in node.blocks if block is not None] if whole else [victim]
@@ -244,8 +244,8 @@ class PrefixTree:
         return goes
 
     def _evict_chain(self, victim: int, most: int, may_go: Callable[[Sequence[int]], bool] | None) -> list[int]:
-        """Take a leaf of a plain tree, and then those above it that would be the next victims, up to n blocks; return
-        those that went before `may_go` refused one."""
+        """Remove a leaf of a plain tree, then its ancestors while they would be the next victims, up to `most` blocks;
+        return the blocks removed before `may_go` refused one."""
         home, goes_first, gone = self._home, self._policy.goes_first, list[int]()
         node, block = home[victim], victim
         while may_go is None or may_go((block,)):
@@ -266,7 +266,7 @@ class PrefixTree:
         return gone
 
     def below(self, blocks: Sequence[int]) -> list[int]:
-        """Return the blocks that leave the tree when these are dropped: of their nodes, and of all that hangs below."""
+        """Return the blocks that leave the tree when these are dropped: those of their nodes and of all descendants."""
         nodes = list(dict.fromkeys(self._home[block] for block in blocks))
         found = dict.fromkeys(nodes)
         for node in nodes:
@@ -277,14 +277,14 @@ class PrefixTree:
         return [block for node in nodes for block in node.blocks if block is not None]
 
     def drop(self, block: int) -> bool:
-        """Evict a block of the tree and all that hangs below it; False where any of that is in use."""
+        """Evict the node of a block and all its descendants; False, with nothing changed, if any of them is in use."""
         below = [self._home[block]]
         for node in below:
             below += node.children.values()
         if any(self._pool.state(each) is not EVICTABLE for node in below for each in node.blocks if each is not None):
             return False
         gone: list[int] = []
-        for node in reversed(below):  # a node has no children left when its turn comes
+        for node in reversed(below):  # descendants first, so that a node has no children left
             goes = [each for each in node.blocks if each is not None]
             gone += goes
             self._remove(node, goes)
@@ -292,7 +292,7 @@ class PrefixTree:
         return True
 
     def reset(self) -> None:
-        """Forget every prefix. Blocks in use stay with their holders and are freed after the last of them."""
+        """Forget every prefix. Blocks in use stay allocated and are freed when their last reference is dropped."""
         self._pool.uncache(self._home)
         for block in list(self._offered):
             self._withdraw(block)
@@ -353,13 +353,13 @@ class PrefixTree:
                 listener.on_busy([block for block in inside if self._pool.state(block) is not EVICTABLE])
 
     def _offer_nodes(self, blocks: Sequence[int]) -> None:
-        """Offer the nodes of those blocks that are in the tree; of a plain tree only leaves can have news."""
+        """Update what the policy may evict of these blocks' nodes; in a plain tree only leaves can have changed."""
         for node in map(self._home.get, blocks):
             if node is not None and not (self._plain and node.children):
                 self._offer(node)
 
     def _offer(self, node: Node) -> None:
-        """Tell the policy what of this node may be evicted now, and what no longer."""
+        """Report to the policy which blocks of this node may be evicted now, and which no longer."""
         if self._plain:
             if node.blocks and (block := node.blocks[0]) is not None:
                 self._set_offered(block, not node.children and self._pool.state(block) is EVICTABLE)
@@ -388,7 +388,7 @@ class PrefixTree:
             self._policy.on_remove(block)
 
     def _remove(self, node: Node, goes: Sequence[int]) -> None:
-        """Take blocks from a node, and the node from the tree if nothing is left of it."""
+        """Remove blocks from a node, and the node from the tree if it is then unused."""
         for block in goes:
             node.blocks[node.blocks.index(block)] = None
             del self._home[block]
@@ -396,7 +396,7 @@ class PrefixTree:
         self._prune(node)
 
     def _free(self, gone: Sequence[int]) -> None:
-        """Free blocks that have been taken from their nodes."""
+        """Free blocks that have been removed from their nodes."""
         if gone:
             self._pool.evict(gone)
             self.num_evictions += len(gone)
@@ -404,7 +404,7 @@ class PrefixTree:
                 listener.on_gone(gone)
 
     def _prune(self, node: Node) -> None:
-        """Remove the node, and then its ancestors, where nothing hangs on them any more."""
+        """Remove the node, and then its ancestors, as long as they have no children, users or blocks."""
         while not (node.children or node.users or any(node.blocks)):
             if isinstance(node, Root):
                 del self._roots[node.salt]

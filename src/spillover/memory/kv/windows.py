@@ -1,4 +1,4 @@
-"""Sliding windows in blocks: what the next position sees, and so how much of a prefix can be shared."""
+"""Sliding windows in blocks: the blocks that the next position sees, and how much of a prefix can be shared."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ def first_seen(position: int, window: int | None, block_size: int) -> int:
 
 def usable_blocks(rows: Sequence[Sequence[object]], windows: Sequence[int | None], block_size: int,
                   have: int = 0) -> int:
-    """Count the blocks after the first `have` that can be shared: the most at whose end every layer group still has
-    all that it sees. A row is one block, with an entry for each group that is false where the group has none."""
+    """Return the maximum number of blocks after the first `have` that can be shared such that every layer group has all
+    blocks that the next position sees. A row is one block: an entry per layer group, false if the group lacks it."""
     gap = next((index for index, row in enumerate(rows) if not all(row)), len(rows))
     if gap == len(rows) or not any(windows):
         return gap
     usable = gap
-    run = [have + gap] * len(windows)  # per group: blocks present without a gap up to here
+    run = [have + gap] * len(windows)  # per group: number of consecutive blocks present up to here
     for count, row in enumerate(rows[gap:], start=have + gap + 1):
         enough = True
         for group, window in enumerate(windows):

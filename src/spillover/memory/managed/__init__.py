@@ -1,1 +1,1 @@
-"""Managed memory (CUDA's unified memory): pages that move to whoever touches them, and the budget they are kept to."""
+"""Managed memory (CUDA's unified memory): pages that migrate to the processor that touches them, within a budget."""

@@ -1,8 +1,8 @@
-"""Managed memory emulated on a CPU, where the "device" is what of shared memory is mapped into this process.
+"""Managed memory emulated on a CPU: the "device" is the part of shared memory that is mapped into this process.
 
-Bytes live in the page cache; a page comes when it is touched (a minor fault, which maps its neighbours too) or when it
-is populated ahead, and leaves by MADV_DONTNEED. Faults are counted, in pages, from /proc/self/pagemap. The order, the
-budget and the faults are those of managed memory; what a fault costs is not, so every number of it is labelled.
+Bytes are in the page cache; a page is mapped when it is touched (a minor fault, which maps its neighbours too) or when
+it is populated in advance, and unmapped by MADV_DONTNEED. Faults are counted, in pages, from /proc/self/pagemap. Order,
+budget and faults are those of managed memory; the cost of a fault is not, so all its measurements are labelled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _POPULATE_READ = 22  # Linux 5.14
 
 
 class Copier(Protocol):
-    """Works on a thread of its own: memory.transfer.cpu_transfers."""
+    """An executor of copies on a separate thread: memory.transfer.cpu_transfers."""
 
     def submit(self, work: Callable[[], None], nbytes: int, priority: Priority) -> Any: ...
 
@@ -41,11 +41,11 @@ class EmulatedMemory:
         self._copier = copier
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        self._pages: list[Pages] = []  # all that were allocated
-        self._left = 0  # pages that were mapped when they left
-        self._brought = 0  # pages that were mapped by populating
+        self._pages: list[Pages] = []  # all allocated ranges
+        self._left = 0  # number of mapped pages that were sent back
+        self._brought = 0  # number of pages that populating mapped
         self._tickets: list[Any] = []
-        self._counting = threading.Lock()  # pages and what was counted of them change together
+        self._counting = threading.Lock()  # pages and their counts change together
         try:
             self._map: int | None = os.open("/proc/self/pagemap", os.O_RDONLY)
         except OSError:
@@ -74,7 +74,7 @@ class EmulatedMemory:
         self._do(self._leave, pages, ahead)
 
     def begin_ahead(self) -> None:
-        """Do nothing: what was launched before has been computed."""
+        """Do nothing: all earlier launches have completed."""
 
     def wait(self) -> None:
         for ticket in self._tickets:
@@ -82,18 +82,18 @@ class EmulatedMemory:
         self._tickets.clear()
 
     def advise(self, pages: Sequence[Pages], advised: bool) -> None:
-        """Do nothing: no page is ever written back here."""
+        """Do nothing: pages are never written back in the emulation."""
 
     @property
     def faults(self) -> int | None:
-        """Return the pages that came by being touched, those that were written at loading among them."""
+        """Return the number of pages mapped because they were touched, including those written while loading."""
         if self._map is None:
             return None
         with self._counting:
             return self._left + sum(map(self.mapped, self._pages)) - self._brought
 
     def mapped(self, pages: Pages) -> int:
-        """Return how many of these pages are on the "device"; 0 where the system does not say."""
+        """Return how many of these pages are on the "device"; 0 if the system does not report it."""
         if self._map is None:
             return 0
         count = pages.nbytes // PAGE
@@ -111,10 +111,10 @@ class EmulatedMemory:
             work(each)
 
     def _populate(self, pages: Pages) -> None:
-        pages = Pages(pages.address, padded(pages.nbytes, FAULT_AROUND))  # as much as a fault would bring along
+        pages = Pages(pages.address, padded(pages.nbytes, FAULT_AROUND))  # the same range as a fault maps
         with self._counting:
             before = self.mapped(pages)
-            if self._madvise(pages.address, pages.nbytes, _POPULATE_READ):  # an older system: touched page by page
+            if self._madvise(pages.address, pages.nbytes, _POPULATE_READ):  # an older kernel: touch page by page
                 memory = memoryview((ctypes.c_ubyte * pages.nbytes).from_address(pages.address))
                 np.frombuffer(memory, dtype=np.uint8)[::PAGE].sum()
             self._brought += self.mapped(pages) - before

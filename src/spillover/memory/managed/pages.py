@@ -1,11 +1,11 @@
-"""What weights in managed memory ask of its pages, whatever the device; and ranges of them."""
+"""The interface through which weights in managed memory move their pages, on any device; and ranges of pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-FAULT_AROUND = 64 << 10  # bytes that a fault on file pages maps at most, by the system's default
+FAULT_AROUND = 64 << 10  # maximum bytes that a fault on file pages maps, by the system's default
 
 
 class Pages(NamedTuple):
@@ -16,34 +16,34 @@ class Pages(NamedTuple):
 
 
 class ManagedMemory(Protocol):
-    """Memory whose pages are on the device or on the host. Its calls take effect before whatever computes next, but for
-    those that are `ahead`: these let pass what was launched before, and run beside what comes until `wait`."""
+    """Memory whose pages are on the device or the host. A call takes effect before the next kernels, unless it is
+    `ahead`: then it starts after the work launched so far and runs concurrently with later work until `wait`."""
 
     def allocate(self, nbytes: int) -> Any:
-        """Return memory that torch makes a tensor of; it goes with the last view of it."""
+        """Return memory that torch can make a tensor of; it is freed with the last view of it."""
 
     def bring(self, pages: Sequence[Pages], ahead: bool = False) -> None:
         """Move pages to the device."""
 
     def send_back(self, pages: Sequence[Pages], ahead: bool = False) -> None:
-        """Move pages to the host; those that were advised are there, and only leave the device."""
+        """Move pages to the host; advised pages have a copy on the host and only leave the device."""
 
     def begin_ahead(self) -> None:
-        """Have what is `ahead` from now on wait for what has been launched so far."""
+        """Make later `ahead` calls wait for the work launched so far."""
 
     def wait(self) -> None:
-        """Have whatever computes next wait for all that is `ahead`."""
+        """Make later kernels wait for all `ahead` calls so far."""
 
     def advise(self, pages: Sequence[Pages], advised: bool) -> None:
-        """Say, or take back, that pages are only read and belong on the host; none of them is on the device."""
+        """Set or clear the advice that pages are only read and belong on the host; none may be on the device."""
 
     @property
     def faults(self) -> int | None:
-        """Return the pages that came because they were touched; None: nobody counts them."""
+        """Return the number of pages that moved because they were touched; None if it is not counted."""
 
 
 def joined(pages: Iterable[Pages]) -> list[Pages]:
-    """Return the same pages as few ranges: those beside each other as one."""
+    """Merge adjacent ranges; return the same pages as fewer ranges."""
     found: list[Pages] = []
     for each in sorted(pages):
         if found and found[-1].address + found[-1].nbytes == each.address:
@@ -54,5 +54,5 @@ def joined(pages: Iterable[Pages]) -> list[Pages]:
 
 
 def padded(nbytes: int, page: int) -> int:
-    """Return the bytes of the whole pages that hold n bytes."""
+    """Round nbytes up to whole pages."""
     return -(-nbytes // page) * page

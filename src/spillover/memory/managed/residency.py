@@ -1,7 +1,7 @@
-"""Which units of managed memory may have pages on the device: a bound in bytes, least recently used leave first.
+"""The units of managed memory that may have pages on the device: at most a number of bytes, evicted in LRU order.
 
-The driver says of no page where it is, so a unit counts whole from when a step is about to use it until it was sent
-back. What is on the device is then never more than what is counted.
+The driver does not report where a page is, so a unit counts in full from just before a step uses it until it has been
+sent back. The bytes on the device are therefore never more than the bytes counted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Unit = TypeVar("Unit", bound=Hashable)
 
 @dataclass(frozen=True)
 class Change(Generic[Unit]):
-    """What has to move before units can be used."""
+    """The moves that are necessary before units can be used."""
 
-    leaving: tuple[Unit, ...]  # sent back first, least recently used first
+    leaving: tuple[Unit, ...]  # units to send back before the others are fetched, least recently used first
     coming: tuple[Unit, ...]
 
 
@@ -26,7 +26,7 @@ class Residency(Generic[Unit]):
         """Start with nothing on the device. `sizes`: bytes of every unit; `room`: bytes that may be on the device."""
         self._sizes = sizes
         self.room = room
-        self._held: dict[Unit, None] = {}  # least recently used first
+        self._held: dict[Unit, None] = {}  # units counted as on the device, least recently used first
         self.held_bytes = 0
         self.peak_bytes = 0
 
@@ -36,8 +36,8 @@ class Residency(Generic[Unit]):
         return self._held.keys()
 
     def use(self, units: Iterable[Unit], keep: Collection[Unit] = ()) -> Change[Unit] | None:
-        """Count units as used together, and say what leaves for them; None: `keep` leaves too little room, and nothing
-        has changed."""
+        """Count units as used together and return the moves this needs; None, with nothing changed, if the units in
+        `keep` leave too little room."""
         wanted = dict.fromkeys(units)
         coming = tuple(unit for unit in wanted if unit not in self._held)
         excess = self.held_bytes + sum(self._sizes[unit] for unit in coming) - self.room
@@ -59,7 +59,7 @@ class Residency(Generic[Unit]):
         return Change(tuple(leaving), coming)
 
     def clear(self) -> tuple[Unit, ...]:
-        """Let everything leave; return what has to be sent back."""
+        """Evict every unit; return the units that have to be sent back."""
         leaving = tuple(self._held)
         self._leave(leaving)
         return leaving

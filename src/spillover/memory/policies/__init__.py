@@ -1,4 +1,4 @@
-"""Eviction policies: one class each. A policy sees ids, never the blocks behind them."""
+"""Eviction policies, one class each. A policy sees block ids, never the contents of blocks."""
 
 from spillover.memory.policies.lru import LRU
 from spillover.memory.policies.protocol import EvictionPolicy

@@ -1,4 +1,4 @@
-"""Which blocks are worth storing in a lower tier: one class each."""
+"""Admission policies, one class each: which blocks are worth storing in a lower tier."""
 
 import logging
 from collections import OrderedDict
@@ -11,8 +11,8 @@ log = logging.getLogger("spillover.memory")
 
 class AdmissionPolicy(Protocol):
     def admit(self, key: bytes, tier: str) -> bool:
-        """Return whether to store the block in that tier ("host", "pool", "disk", "remote"); asked whenever it could
-        be."""
+        """Return whether to store the block in that tier ("host", "pool", "disk", "remote"); called whenever it could
+        be stored."""
 
 
 class Always:
@@ -21,7 +21,7 @@ class Always:
 
 
 class SecondUse:
-    """A policy that stores a block when it leaves the tier above for the second time: one-off prompts never do."""
+    """A policy that stores a block when it leaves the tier above for the second time, so never one-off prompts."""
 
     def __init__(self, remembered: int = 1 << 16) -> None:
         self._remembered = remembered
@@ -37,7 +37,7 @@ class SecondUse:
 
 
 class OwnAdmission:
-    """A user's policy, whose failures cost the tiers a block each and the engine nothing."""
+    """A wrapper of a user's policy: a block for which the policy fails is not stored, and the engine continues."""
 
     def __init__(self, policy: AdmissionPolicy, name: str) -> None:
         self._policy = policy
@@ -48,7 +48,7 @@ class OwnAdmission:
         try:
             return bool(self._policy.admit(key, tier))
         except Exception as error:
-            if not self._warned:  # it is asked for every block
+            if not self._warned:  # admit() is called for every block: warn only once
                 self._warned = True
                 log.warning("--spill-admission %s: admit failed (%s); blocks for which it fails are not stored",
                             self._name, failure(error))
@@ -56,7 +56,7 @@ class OwnAdmission:
 
 
 def admission_policy(name: str) -> AdmissionPolicy:
-    """Make the policy of a flag: always, second-use, or module:Class of one's own."""
+    """Create the policy that --spill-admission names: always, second-use, or a user's module:Class."""
     if name == "always":
         return Always()
     if name == "second-use":

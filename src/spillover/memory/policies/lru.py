@@ -1,14 +1,14 @@
-"""Least recently used."""
+"""LRU: eviction of the least recently used block."""
 
 import heapq
 from collections.abc import Sequence
 
 
 class LRU:
-    """The block untouched for longest goes first. O(log n) a call, by a heap whose stale entries are skipped.
+    """A policy that evicts the least recently used block. O(log n) per call, by a heap whose stale entries are skipped.
 
-    A plain queue in order of insertion would not do: an interior block may be evicted only once its children are gone,
-    and by then its place in the order is that of its last use, not of its arrival.
+    A queue in order of insertion would not suffice: an interior block may be evicted only after its children, and its
+    position in the order is then given by its last use, not by its insertion.
     """
 
     def __init__(self) -> None:

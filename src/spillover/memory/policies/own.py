@@ -1,4 +1,4 @@
-"""Policies of the user's own: made from module:Class, and what is told of one that fails."""
+"""Users' own policies: creating one from module:Class, and describing its failures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from spillover.errors import SpilloverError, did_you_mean
 
 
 def make_own(name: str, problem: str, methods: dict[str, str], flag: str) -> Any:
-    """Return an object of the class that `name` says. `problem`: how the error begins; `methods`: names that it must
-    have, with how each is called."""
+    """Return an instance of the class that `name` gives as module:Class. `problem`: the beginning of error messages;
+    `methods`: the methods that the class must have, each with its signature."""
     module, _, cls = name.partition(":")
     try:
         found = importlib.import_module(module)
@@ -21,7 +21,7 @@ def make_own(name: str, problem: str, methods: dict[str, str], flag: str) -> Any
         policy = getattr(found, cls)()
     except SpilloverError:
         raise
-    except (Exception, SystemExit) as error:  # it is the user's code: anything may come out of it
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise SpilloverError(f"{problem} could not be made ({failure(error)})") from error
     for method, call in methods.items():
         if not callable(getattr(policy, method, None)):
@@ -30,6 +30,6 @@ def make_own(name: str, problem: str, methods: dict[str, str], flag: str) -> Any
 
 
 def failure(error: BaseException) -> str:
-    """Describe an error on one line, with its kind: a KeyError alone says only '3'."""
+    """Describe an error on one line, including its type: the text of a KeyError alone may be just '3'."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

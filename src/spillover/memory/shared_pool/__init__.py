@@ -1,5 +1,5 @@
-"""One host memory for all engines of a machine: the process that owns it, and how engines use it.
+"""One pool of host memory for all engines of a machine: the process that owns it, and its use by engines.
 
-`index` keeps the owner's books, `owner` is the process, `wire` what the two sides say to each other, `client` an
-engine's end of it, and `tier` the KV tier that is made of that.
+`index` is the owner's bookkeeping, `owner` the process, `wire` the protocol between both sides, `client` the engine's
+side, and `tier` the KV tier based on it.
 """

@@ -1,7 +1,7 @@
-"""An engine's end of a shared pool: connections that never wait past a deadline, and the memory that they give.
+"""An engine's side of a shared pool: connections that never wait past a deadline, and the memory mapped through them.
 
-A connection is used by one thread at a time, which also does the copies that its leases and pins are for. So nothing is
-copied after the owner was told, by the connection's end, that its slots may be used by others.
+A connection is used by one thread at a time, which also does the copies for its leases and pins. So no copy can run
+after the connection was closed, by which the owner learns that the slots may be reused.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ T = TypeVar("T")
 
 
 class PoolUnavailableError(Exception):
-    """The owner is not there, does not answer in time, or does not let us."""
+    """The owner is not running, does not answer in time, or refuses the request."""
 
 
 class PoolMemory:
     """The memory of one owner, mapped once by all connections to it; unmapped with the last of them."""
 
     def __init__(self, fd: int, size: int, slab_bytes: int, host: HostPool | None) -> None:
-        """Map the memory. `host`: whose copies read and write it, a slab at a time."""
+        """Map the memory. `host`: the host pool whose copies read and write it, a slab at a time."""
         if not 0 < slab_bytes <= size:
             raise PoolUnavailableError(f"the owner names slabs of {slab_bytes} bytes")
         self.size = size
         self.slab_bytes = slab_bytes
-        self.users = 0  # connections
+        self.users = 0  # number of connections that use the memory
         self._map = map_memory(fd, size)
         self._view = memoryview(self._map)
         self._host = host
@@ -51,11 +51,11 @@ class PoolMemory:
         return self._view[place : place + nbytes]
 
     def unmap(self) -> None:
-        """Give the memory back now: a traceback that somebody keeps would hold it for long."""
+        """Unmap the memory now: otherwise a stored traceback could keep it mapped for long."""
         if self._host is not None:
             self._host.disown(self._view)
         self._view.release()
-        with contextlib.suppress(BufferError):  # a view is left, and goes with whoever has it
+        with contextlib.suppress(BufferError):  # a view still exists: the memory is unmapped with it
             self._map.close()
 
 
@@ -82,11 +82,11 @@ class Connection:
         return self._socket.fileno() >= 0
 
     def ask(self, request: wire.Request, answer: type[T], deadline: float) -> T:
-        """Send a request and return its answer; PoolUnavailableError where there is none in time."""
+        """Send a request and return its answer; PoolUnavailableError if there is none in time."""
         return self._talk(request, answer, deadline)[0]
 
     def hello(self, request: wire.Hello, deadline: float) -> tuple[wire.Welcome, int]:
-        """Return the owner's welcome, and the memory as a file descriptor that is the caller's to close."""
+        """Return the owner's welcome, and the memory as a file descriptor that the caller must close."""
         welcome, descriptors = self._talk(request, wire.Welcome, deadline, descriptors=1)
         if len(descriptors) != 1:
             self.close()
@@ -94,7 +94,7 @@ class Connection:
         return welcome, descriptors[0]
 
     def keep(self, request: wire.Keep, deadline: float) -> tuple[wire.Kept, int | None]:
-        """Return the owner's answer, and the run's memory, if any, as a file descriptor that is the caller's to
+        """Return the owner's answer, and the run's memory, if any, as a file descriptor that the caller must
         close."""
         kept, descriptors = self._talk(request, wire.Kept, deadline, descriptors=1)
         if len(descriptors) != (kept.state in (wire.NEW, wire.READY)):
@@ -132,7 +132,7 @@ class Connection:
         self._socket.settimeout(left)
 
     def _receive(self, deadline: float, descriptors: list[int] | None) -> bytes:
-        """Return one message; with `descriptors` those that come with it are added there."""
+        """Return one message; append the file descriptors received with it to `descriptors`."""
         head = wire.LENGTH.size
         wanted = head
         while True:
@@ -157,22 +157,22 @@ class Connection:
 
 
 class Connections:
-    """Connections of one engine, each lent to one thread at a time."""
+    """The connections of one engine, each used by one thread at a time."""
 
     def __init__(self, path: Path, identity: bytes, payload_bytes: int, description: Mapping[str, str],
                  host: HostPool | None = None) -> None:
-        """Connect as they are wanted. `host`: whose copies read and write the owner's memory."""
+        """Connect when connections are needed. `host`: the host pool whose copies use the owner's memory."""
         self._path = path
         self._host = host
         self._hello = wire.Hello(wire.VERSION, identity, payload_bytes, dict(description), uuid.uuid4().hex)
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
-        self._memories: dict[bytes, PoolMemory] = {}  # by generation
+        self._memories: dict[bytes, PoolMemory] = {}  # generation -> mapped memory
         self._closed = False
 
     @contextlib.contextmanager
     def use(self, deadline: float) -> Iterator[tuple[Connection, PoolMemory]]:
-        """Lend a connection and the memory it is to. One that was left in the middle of something is closed."""
+        """Provide a connection and its memory; the connection is closed if the context raises."""
         with self._lock:
             if self._closed:
                 raise PoolUnavailableError("the engine is closing")
@@ -194,14 +194,14 @@ class Connections:
                 self._let_go(connection)
 
     def drop_idle(self) -> None:
-        """Close what nobody uses, and so unmap the memory of an owner that is gone."""
+        """Close idle connections, which unmaps the memory of an owner that has ended."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             self._let_go(connection)
 
     def close(self) -> None:
-        """Close all; a connection in use closes when its user is done."""
+        """Close all connections; one in use is closed when its thread has finished with it."""
         with self._lock:
             self._closed = True
         self.drop_idle()
@@ -226,7 +226,7 @@ class Connections:
         return connection
 
     def _let_go(self, connection: Connection) -> None:
-        """Close a connection, and unmap the memory with the last."""
+        """Close a connection, and unmap its memory with the last connection to it."""
         connection.close()
         memory, connection.memory = connection.memory, None
         with self._lock:
@@ -238,7 +238,7 @@ class Connections:
 
 
 def ask_owner(path: Path, request: wire.Request, answer: type[T], seconds: float = 5.0) -> T:
-    """Ask the owner one thing; PoolUnavailableError where nobody answers."""
+    """Send one request to the owner and return the answer; PoolUnavailableError if there is none."""
     connection = Connection(path, seconds)
     try:
         return connection.ask(request, answer, time.monotonic() + seconds)

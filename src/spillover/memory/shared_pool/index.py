@@ -1,8 +1,8 @@
-"""The books of a shared pool: which block lies where, who writes or reads it, and what goes when room is needed.
+"""The index of a shared pool: where each block is, which clients write or read it, and what is evicted.
 
 The memory is divided into slabs, and a slab into slots of one size. A slab belongs to that size until all of its slots
-are free; blocks of different models share one budget this way. A slot is free, leased (one client writes a block that
-nobody can find yet) or holds a block, which stays where it is while a client has it pinned. No bytes are touched here.
+are free, so that blocks of different models share one budget. A slot is free, leased (one client writes a block that
+cannot be found yet) or has a block, which stays in place while a client has it pinned. No bytes are accessed here.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ SLAB_BYTES = 64 << 20
 LEAST_SLABS = 16
 MOST_SLABS = 2048
 
-THERE = -1  # instead of a place to write to: the block is in the pool, or another client is writing it
-FULL = -2  # every slot is being written or read
+THERE = -1  # returned instead of an offset: the block is in the pool, or another client is writing it
+FULL = -2  # returned instead of an offset: every slot is being written or read
 
 
 def slab_size(capacity: int) -> int:
-    """Return the bytes of a slab: large, so that little of it is left over, but of a small pool a small share."""
+    """Return the bytes of a slab: large, so that little of it is wasted, but a small share of a small pool."""
     wanted = min(max(SLAB_BYTES, capacity // MOST_SLABS), capacity // LEAST_SLABS)
     unit = HUGE_PAGE if wanted >= HUGE_PAGE else PAGE
     return max(PAGE, wanted // unit * unit)
 
 
 class Slab:
-    """Equal slots side by side; `blocks` by their place in it, leased ones too."""
+    """A piece of memory with contiguous slots of one size; `blocks` maps slot indices to blocks, even leased ones."""
 
     __slots__ = ("blocks", "busy", "free", "number", "ready", "size", "uses")
 
@@ -43,18 +43,18 @@ class Slab:
         self.size = size
         self.free = list(reversed(range(size.per_slab)))
         self.blocks: dict[int, Block] = {}
-        self.busy = 0  # slots that are leased or pinned
-        self.ready = 0  # blocks that can be found
-        self.uses = 0.0  # sum of the times of their last use
+        self.busy = 0  # number of slots that are leased or pinned
+        self.ready = 0  # number of blocks that can be found
+        self.uses = 0.0  # sum of these blocks' times of last use
 
     @property
     def age(self) -> float:
-        """Return when its blocks were last used, on average."""
+        """Return the mean time of last use of its blocks."""
         return self.uses / self.ready if self.ready else 0.0
 
 
 class SlotSize:
-    """All slabs with slots of one size."""
+    """The slabs whose slots have one size."""
 
     __slots__ = ("idle", "open", "per_slab", "slabs", "stride")
 
@@ -62,8 +62,8 @@ class SlotSize:
         self.stride = stride
         self.per_slab = slab_bytes // stride
         self.slabs: dict[int, Slab] = {}
-        self.open: dict[int, Slab] = {}  # those with a free slot
-        self.idle: OrderedDict[Block, None] = OrderedDict()  # nobody reads them; least recently used first
+        self.open: dict[int, Slab] = {}  # slabs with a free slot
+        self.idle: OrderedDict[Block, None] = OrderedDict()  # blocks without readers, least recently used first
 
 
 class Block:
@@ -75,14 +75,14 @@ class Block:
         self.slab = slab
         self.place = place
         self.checksum = 0
-        self.found = False  # can be found by its key: it is written, and was not dropped since
-        self.pins = 0  # readers; 1 of a block that is being written
+        self.found = False  # whether it can be found by its key: it was written, and not dropped since
+        self.pins = 0  # number of readers; 1 while the block is being written
         self.used = 0.0
 
 
 @dataclass(eq=False)
 class Model:
-    """The blocks of one identity, and what was asked for."""
+    """The blocks of one identity, and counters of requests for them."""
 
     identity: bytes
     payload_bytes: int
@@ -90,15 +90,15 @@ class Model:
     blocks: dict[bytes, Block] = field(default_factory=dict)
     writing: dict[bytes, Block] = field(default_factory=dict)
     clients: int = 0
-    hits: int = 0  # blocks that were read
+    hits: int = 0  # number of blocks that were read
     misses: int = 0
     stores: int = 0
     evictions: int = 0
-    last_use: float = 0.0  # time.time()
+    last_use: float = 0.0  # time of the last use in seconds since 1970
 
 
 class Client:
-    """A connection: what it is writing and reading, by offset in the memory."""
+    """A connection, with the blocks that it is writing and reading, by offset in the memory."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -109,9 +109,9 @@ class Client:
 class PoolIndex:
     def __init__(self, capacity: int, slab_bytes: int | None = None, prepare: Callable[[int], bool] = lambda _: True,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        """Keep the books of `capacity` bytes. `prepare` makes sure of a slab's memory when it is first used; where it
-        cannot, the pool stays as large as it got."""
-        self.reclaim: Callable[[], object] = lambda: None  # asked for a slab when none is left
+        """Create the index of `capacity` bytes. `prepare` allocates a slab's memory when it is first used; if that
+        fails, the pool does not grow further."""
+        self.reclaim: Callable[[], object] = lambda: None  # called to free a slab when none is unused
         self.slab_bytes = slab_bytes or slab_size(capacity)
         self.capacity = capacity // self.slab_bytes * self.slab_bytes
         if not self.capacity:
@@ -121,8 +121,8 @@ class PoolIndex:
         self._prepare = prepare
         self._clock = clock
         self._now = 0.0
-        self._unused = list(reversed(range(self.capacity // self.slab_bytes)))  # never prepared
-        self._spare: list[int] = []  # prepared, and of no size now
+        self._unused = list(reversed(range(self.capacity // self.slab_bytes)))  # slabs not prepared
+        self._spare: list[int] = []  # prepared slabs that belong to no size now
         self._sizes: dict[int, SlotSize] = {}
 
     # Clients
@@ -144,7 +144,7 @@ class PoolIndex:
         return Client(model)
 
     def leave(self, client: Client) -> None:
-        """Take back what the client was writing or reading."""
+        """Release the blocks that the client was writing or reading."""
         for block in client.leases.values():
             self._free(block)
         for block, count in client.pins.values():
@@ -157,13 +157,13 @@ class PoolIndex:
     # Writing
 
     def take(self, client: Client, keys: Sequence[bytes]) -> list[int]:
-        """Return for each block where to write it: an offset that is the client's until it publishes the block or
-        leaves, THERE or FULL."""
+        """Return for each block the offset to write it to, leased by the client until it publishes the block or leaves;
+        or THERE or FULL."""
         model, places = client.model, []
         stride = -(-model.payload_bytes // PAGE) * PAGE
         size = self._sizes.get(stride) or SlotSize(stride, self.slab_bytes)
-        oldest: list[Slab | None] = []  # of another size, found once at most
-        self._touch([model.blocks[key] for key in keys if key in model.blocks])  # so that they go last for the others
+        oldest: list[Slab | None] = []  # the oldest slab of another size, once it has been determined
+        self._touch([model.blocks[key] for key in keys if key in model.blocks])  # so that they are evicted last
         for key in keys:
             if key in model.blocks or key in model.writing:
                 places.append(THERE)
@@ -185,7 +185,7 @@ class PoolIndex:
                 for key, place in zip(keys, places, strict=True)]
 
     def publish(self, client: Client, places: Sequence[int], checksums: Sequence[int]) -> list[bool]:
-        """Let blocks be found that the client has written; False where it had no lease."""
+        """Publish blocks that the client has written, so that they can be found; False for those without a lease."""
         published: list[Block] = []
         done = []
         for place, checksum in zip(places, checksums, strict=True):
@@ -194,7 +194,7 @@ class PoolIndex:
             if block is None:
                 continue
             model = block.model
-            if model.writing.get(block.key) is not block:  # all of the model's blocks were cleared meanwhile
+            if model.writing.get(block.key) is not block:  # the model's blocks were cleared since
                 self._free(block)
                 done[-1] = False
                 continue
@@ -214,14 +214,14 @@ class PoolIndex:
     # Reading
 
     def find(self, client: Client, keys: Sequence[bytes]) -> list[bool]:
-        """Return which blocks are here; those that are will go last."""
+        """Return which blocks the pool has, and count them as just used."""
         blocks = client.model.blocks
         found = [key in blocks for key in keys]
         self._touch([blocks[key] for key, there in zip(keys, found, strict=True) if there])
         return found
 
     def pin(self, client: Client, keys: Sequence[bytes]) -> list[tuple[int, int] | None]:
-        """Return where each block lies and its checksum; it stays there until release()."""
+        """Return each block's offset and checksum, and pin it there until release(); None for missing blocks."""
         model = client.model
         blocks = [model.blocks.get(key) for key in keys]
         self._touch([block for block in blocks if block is not None])
@@ -250,17 +250,17 @@ class PoolIndex:
                 client.pins[place] = (block, count - 1)
             self._unpin(block, 1)
 
-    # Forgetting
+    # Dropping
 
     def drop(self, client: Client, keys: Sequence[bytes]) -> int:
-        """Forget blocks, such as damaged ones; return how many there were."""
+        """Drop blocks, such as damaged ones; return how many there were."""
         found = [block for block in (client.model.blocks.get(key) for key in keys) if block is not None]
         for block in found:
             self._forget(block)
         return len(found)
 
     def evict(self, count: int, model: Model | None = None, older_than: float | None = None) -> int:
-        """Forget the least recently used blocks that nobody reads, of one model or of all; return how many."""
+        """Drop the least recently used blocks without readers, of one model or of all; return how many."""
         before = None if older_than is None else self._clock() - older_than
         idle = [block for size in self._sizes.values() for block in size.idle
                 if (model is None or block.model is model) and (before is None or block.used < before)]
@@ -269,25 +269,25 @@ class PoolIndex:
         return len(idle[:count])
 
     def clear(self, model: Model) -> int:
-        """Forget all blocks of a model, and those that are being written; return how many could be found. A slot that
-        somebody reads or writes is free when that ends."""
+        """Drop all blocks of a model, and those being written; return how many could be found. A slot that a client
+        reads or writes is freed when that ends."""
         count = len(model.blocks)
         model.writing.clear()
         for block in list(model.blocks.values()):
             self._forget(block)
         return count
 
-    # Room for something else than blocks
+    # Slabs lent for other uses than blocks
 
     @property
     def unused(self) -> int:
-        """Return the slabs that no block has used yet."""
+        """Return the number of slabs that no block has used yet."""
         return len(self._unused)
 
     def lend(self, slabs: int) -> None:
-        """Give up n slabs that no block has used."""
+        """Remove n slabs that no block has used from the pool."""
         assert 0 <= slabs <= len(self._unused)
-        del self._unused[:slabs]  # those with the highest numbers
+        del self._unused[:slabs]  # the slabs with the highest numbers
         self.capacity -= slabs * self.slab_bytes
 
     def take_back(self, slabs: int) -> None:
@@ -295,7 +295,7 @@ class PoolIndex:
         self._unused[:0] = reversed(range(first, first + slabs))
         self.capacity += slabs * self.slab_bytes
 
-    # Numbers
+    # Statistics
 
     def offset(self, block: Block) -> int:
         return block.slab.number * self.slab_bytes + block.place * block.slab.size.stride
@@ -307,14 +307,14 @@ class PoolIndex:
 
     @property
     def prepared_bytes(self) -> int:
-        """Return the bytes that were taken from the system."""
+        """Return the bytes allocated from the system."""
         return self.capacity - len(self._unused) * self.slab_bytes
 
     def slabs(self) -> Iterator[Slab]:
         return (slab for size in self._sizes.values() for slab in size.slabs.values())
 
     def check(self) -> None:
-        """Assert what must hold between any two calls."""
+        """Assert the invariants that hold between any two calls."""
         numbers = [*self._unused, *self._spare, *(slab.number for slab in self.slabs())]
         assert sorted(numbers) == list(range(self.capacity // self.slab_bytes)), "a slab is lost or there twice"
         for size in self._sizes.values():
@@ -332,15 +332,15 @@ class PoolIndex:
                     assert block.found == (block.model.blocks.get(block.key) is block)
             assert all(one.used < other.used for one, other in zip(size.idle, list(size.idle)[1:], strict=False))
 
-    # Inside
+    # Internal methods
 
     def _slab(self, size: SlotSize, oldest: list[Slab | None]) -> Slab | None:
-        """Return a slab of this size with a free slot, for which others may have to go."""
+        """Return a slab of this size with a free slot, evicting blocks if need be; None if no slot can be freed."""
         if not size.open and not self._grow(size):
             if not oldest:
                 oldest.append(self._oldest_slab(size))
             rival, mine = oldest[0], next(iter(size.idle), None)
-            # Whole slabs go to another size; that is fair where their blocks are older than our oldest, on average.
+            # Only whole slabs can change size; that is fair if their mean last use is before this size's oldest block.
             if rival is not None and (mine is None or rival.age < mine.used):
                 oldest.clear()
                 self._evict(list(rival.blocks.values()))
@@ -351,7 +351,7 @@ class PoolIndex:
         return next(iter(size.open.values()), None)
 
     def _grow(self, size: SlotSize) -> bool:
-        """Give this size another slab, if there is one of no size."""
+        """Add a slab to this size, if one is available that belongs to none."""
         number = self._spare.pop() if self._spare else self._prepared()
         if number is None:
             return False
@@ -366,18 +366,18 @@ class PoolIndex:
             return None
         if self._prepare(self._unused[-1]):
             return self._unused.pop()
-        self.capacity -= len(self._unused) * self.slab_bytes  # those with the highest numbers
+        self.capacity -= len(self._unused) * self.slab_bytes  # the slabs with the highest numbers
         self._unused.clear()
         return None
 
     def _oldest_slab(self, size: SlotSize) -> Slab | None:
-        """Return the slab of another size that was used least, of those that nobody writes to or reads from."""
+        """Return the slab of another size with the earliest mean last use, among those not being read or written."""
         others = [slab for other in self._sizes.values() if other is not size for slab in other.slabs.values()
                   if not slab.busy]
         return min(others, key=lambda slab: slab.age, default=None)
 
     def _touch(self, blocks: Sequence[Block]) -> None:
-        """Note a use. The first block counts as used last: a prefix without its beginning is worth nothing."""
+        """Note a use. The first block counts as the most recent: a prefix without its beginning is useless."""
         now = self._clock()
         for block in reversed(blocks):
             self._now = max(now, math.nextafter(self._now, math.inf))
@@ -396,7 +396,7 @@ class PoolIndex:
         if block.found:
             block.slab.size.idle[block] = None
             self._touch([block])
-        else:  # it was dropped meanwhile
+        else:  # it was dropped while it was pinned
             self._remove(block)
 
     def _evict(self, blocks: Sequence[Block]) -> None:
@@ -405,7 +405,7 @@ class PoolIndex:
             self._forget(block)
 
     def _forget(self, block: Block) -> None:
-        """Let nobody find the block any more; its slot is free once nobody reads it."""
+        """Remove a block from the index, so that it is not found; its slot is freed once it has no readers."""
         del block.model.blocks[block.key]
         block.found = False
         slab = block.slab
@@ -424,7 +424,7 @@ class PoolIndex:
         self._remove(block)
 
     def _remove(self, block: Block) -> None:
-        """Free the slot, and the slab if it was the last in use."""
+        """Free a block's slot, and the slab if that was its last used slot."""
         slab, size = block.slab, block.slab.size
         del slab.blocks[block.place]
         slab.free.append(block.place)
@@ -439,6 +439,6 @@ class PoolIndex:
         self._tidy(block.model)
 
     def _tidy(self, model: Model) -> None:
-        """Forget a model that has no blocks and no clients."""
+        """Remove a model that has no blocks and no clients."""
         if not model.clients and not model.blocks and not model.writing and self.models.get(model.identity) is model:
             del self.models[model.identity]

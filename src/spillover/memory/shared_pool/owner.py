@@ -1,7 +1,7 @@
-"""The process that owns a shared pool: one thread that keeps the books for whoever is connected.
+"""The process that owns a shared pool: one thread that keeps the index for all connected clients.
 
-The memory is an anonymous file that clients map: it is gone when the owner and all of them are, in whatever order and
-however they end. What a client was reading or writing is free again as soon as its connection closes.
+The memory is an anonymous file that clients map: it is freed when the owner and all clients have ended, in any order
+and even if they are killed. Slots that a client was reading or writing are released when its connection closes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ log = logging.getLogger("spillover.memory")
 
 BACKLOG = 64
 READ_BYTES = 256 << 10
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: makes the pages, or says that there is no memory for them
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: populates pages, or fails if there is no memory for them
 
 
 class PoolOwner:
     def __init__(self, capacity: int, path: Path) -> None:
-        """Take the socket's place and make the memory; SpilloverError where that cannot be."""
+        """Listen at the socket's path and create the memory; SpilloverError if that fails."""
         self.path = path
         self.generation = os.urandom(16)
         self._started = time.monotonic()
@@ -69,13 +69,13 @@ class PoolOwner:
                     self._serve(key.data, events)
 
     def stop(self) -> None:
-        """End run(); may be called by another thread or a signal's handler."""
+        """Make run() return; may be called by another thread or a signal handler."""
         self._stopping = True
         with contextlib.suppress(OSError):
             self._waking.send(b"\0")
 
     def close(self) -> None:
-        """Let go of clients, memory and socket."""
+        """Close all connections, the memory and the socket."""
         for connection in list(self._connections):
             self._drop(connection)
         with contextlib.suppress(FileNotFoundError):
@@ -94,12 +94,12 @@ class PoolOwner:
         try:
             accepted, _ = self._listening.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # it stays readable until a descriptor is free
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # the socket stays readable until a descriptor is free
                 time.sleep(0.01)
             return
         pid, uid = wire.peer(accepted)
         if uid != os.getuid():
-            log.warning("shared pool: process %d of user %d was turned away", pid, uid)
+            log.warning("shared pool: rejected process %d of another user, %d", pid, uid)
             accepted.close()
             return
         accepted.setblocking(False)
@@ -111,7 +111,7 @@ class PoolOwner:
         try:
             if events & selectors.EVENT_READ:
                 connection.receive()
-            # A client that does not read its answers is asked for no more.
+            # Process no further requests of a client that does not read its answers.
             while not connection.sending and (request := connection.next()) is not None:
                 connection.send(*self._answer(connection, request))
             if connection.sending:
@@ -120,7 +120,7 @@ class PoolOwner:
             self._drop(connection)
             return
         except (msgspec.MsgspecError, ValueError) as error:
-            log.warning("shared pool: a client says what nobody understands (%s) and was turned away", error)
+            log.warning("shared pool: disconnected a client that sent an invalid message (%s)", error)
             self._drop(connection)
             return
         wanted = selectors.EVENT_WRITE if connection.sending else selectors.EVENT_READ
@@ -138,7 +138,7 @@ class PoolOwner:
     # Messages
 
     def _answer(self, connection: _Connection, request: wire.Request) -> tuple[wire.Reply, int | None]:
-        """Return the answer, and the memory's descriptor where it goes with it."""
+        """Return the answer, and the file descriptor to send with it, if any."""
         if isinstance(request, wire.Hello):
             return self._welcome(connection, request)
         if isinstance(request, wire.Ask):
@@ -208,7 +208,7 @@ class PoolOwner:
         return wire.Count(self.index.evict(max(0, request.count), chosen[0], request.older_than))
 
     def report(self, only: Model | None = None) -> wire.Report:
-        """Return what the pool holds and has done, of all models or of one."""
+        """Return the contents and counters of the pool, for all models or for one."""
         engines: dict[Model, set[str]] = {}
         for connection in self._connections:
             if connection.client is not None:
@@ -233,7 +233,7 @@ class PoolOwner:
 
 
 class _Connection:
-    """A client's socket, with what has arrived of a request and what is left of an answer."""
+    """A client's socket, with buffers for partial requests and for an answer that is not sent completely."""
 
     def __init__(self, accepted: socket.socket) -> None:
         self.socket = accepted
@@ -250,7 +250,7 @@ class _Connection:
             self._received += data
 
     def next(self) -> wire.Request | None:
-        """Return the next request, if all of it has arrived."""
+        """Return the next request; None if it has not arrived completely."""
         head = wire.LENGTH.size
         if len(self._received) < head:
             return None
@@ -265,7 +265,7 @@ class _Connection:
 
     def send(self, reply: wire.Reply, descriptor: int | None) -> None:
         self.sending = wire.encode(reply)
-        if descriptor is not None:  # goes with the first byte
+        if descriptor is not None:  # it is sent with the first byte
             socket.send_fds(self.socket, [self.sending[:1]], [descriptor])
             self.sending = self.sending[1:]
         self.flush()
@@ -276,7 +276,7 @@ class _Connection:
 
 
 class _Memory:
-    """An anonymous file that lies in memory; nobody can make it shorter under those who have it mapped."""
+    """An anonymous file in memory; it is sealed, so that no process can truncate it while others have it mapped."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -290,8 +290,8 @@ class _Memory:
         self._map = map_memory(self.fd, size)
 
     def prepare(self, start: int, length: int) -> bool:
-        """Make the pages now, huge ones where the system has them: a page that cannot be had later would end whoever
-        touches it."""
+        """Populate the pages now, huge ones if possible: if that failed at a later access, it would kill the process
+        that touches the page."""
         assert self._map is not None
         with contextlib.suppress(OSError):
             self._map.madvise(POPULATE_WRITE, start, length)
@@ -316,7 +316,7 @@ def _other_version(theirs: int) -> wire.Refused:
 
 
 def _make_run(nbytes: int) -> int:
-    """Make a file in memory that nobody can make shorter; who writes it makes its pages."""
+    """Create a sealed file in memory, which no process can truncate; the process that writes it populates its pages."""
     fd = os.memfd_create("spillover-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -337,7 +337,7 @@ def map_memory(fd: int, size: int) -> mmap.mmap:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """Hold the right to listen at this path; another owner has it until it ends, however it does."""
+    """Lock this path for listening; the lock is released when the process ends, even if it is killed."""
     _private_folder(path.parent)
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -355,7 +355,7 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def _private_folder(folder: Path) -> None:
-    """Make sure that nobody else can reach the folder: who can connect can read prompts, and answer for the pool."""
+    """Create the folder and check that only this user can access it: a client can read prompts and forge blocks."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
@@ -372,7 +372,7 @@ def _listen(path: Path) -> Iterator[socket.socket]:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise SpilloverError(f"{path} is a file, and no socket; give another --socket")
-        path.unlink()  # left by an owner that was killed: this one holds the lock
+        path.unlink()  # it was left by an owner that was killed, since this process holds the lock
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         try:
             listening.bind(str(path))

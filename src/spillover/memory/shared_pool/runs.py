@@ -1,8 +1,8 @@
-"""The books of weights in a shared pool: runs of bytes that engines keep once, found by what they contain.
+"""The bookkeeping of weights in a shared pool: runs of bytes that engines share, found by their content.
 
-A run is a file in memory of its own, paid for with slabs that no block has used yet: those that blocks have used may be
-pinned by an engine, and cannot be given back to the system. A run that nobody has any more stays, for an engine that is
-started again, until the room is wanted.
+A run is a separate file in memory. Slabs that no block has used yet are removed from the pool for it: slabs that blocks
+have used may be pinned by an engine, and cannot be returned to the system. A run without users stays, for an engine
+that is restarted, until its room is needed.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import dataclass, field
 
 from spillover.memory.shared_pool.index import PoolIndex
 
-Name = tuple[bytes, int]  # digest of the bytes, and how many
+Name = tuple[bytes, int]  # digest of the bytes, and their number
 
 
 @dataclass(eq=False)
 class Run:
     name: Name
     fd: int
-    slabs: int  # that it is paid for with
+    slabs: int  # number of slabs that were removed from the pool for it
     written: bool = False
-    users: set[object] = field(default_factory=set)  # connections; the first of them writes it
+    users: set[object] = field(default_factory=set)  # connections that use it; the first of them writes it
     last_use: float = field(default_factory=time.monotonic)
 
 
 class PoolRuns:
     def __init__(self, index: PoolIndex, make: Callable[[int], int]) -> None:
-        """Keep the books. `make`: makes a file of n bytes and returns its descriptor; OSError where it cannot."""
+        """Start without runs. `make`: creates a file of n bytes and returns its descriptor; OSError if it cannot."""
         self._index = index
         self._make = make
         self._runs: dict[Name, Run] = {}
@@ -43,20 +43,20 @@ class PoolRuns:
         return sum(run.name[1] for run in self)
 
     def take(self, user: object, name: Name) -> Run | None:
-        """Return the run, which is the user's until it leaves: to be written, if it is new. None: no room for it."""
+        """Return the run and add the user, who has to write it if it is new; None if there is no room for it."""
         run = self._runs.get(name)
         if run is None:
             run = self._new(name)
             if run is None:
                 return None
         elif not run.written and user not in run.users:
-            return run  # another writes it: to be asked for again
+            return run  # another user writes it: this one is not added and has to retry
         run.users.add(user)
         run.last_use = time.monotonic()
         return run
 
     def written(self, user: object, name: Name) -> bool:
-        """Let others have the run that the user has written."""
+        """Mark a run that the user has written as complete, so that others can use it."""
         run = self._runs.get(name)
         if run is None or run.written or user not in run.users:
             return False
@@ -64,7 +64,7 @@ class PoolRuns:
         return True
 
     def leave(self, user: object) -> None:
-        """Take back all that a user had; what it has not written to the end is forgotten."""
+        """Remove the user from all runs; drop those that it has not written completely."""
         for run in list(self):
             if user in run.users:
                 run.users.remove(user)
@@ -73,8 +73,8 @@ class PoolRuns:
                     self._drop(run)
 
     def make_room(self, slabs: int) -> bool:
-        """Forget runs that nobody has, the oldest first, until there are n slabs that no block has used; return whether
-        there are."""
+        """Drop runs without users, least recently used first, until there are n slabs that no block has used; return
+        whether there are."""
         idle = sorted((run for run in self if not run.users), key=lambda run: run.last_use)
         while self._index.unused < slabs and idle:
             self._drop(idle.pop(0))

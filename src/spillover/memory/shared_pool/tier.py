@@ -1,7 +1,7 @@
-"""Blocks in a shared pool: host memory of the machine, that its owner keeps for all engines.
+"""The tier of a shared pool: host memory of the machine, which its owner keeps for all engines.
 
-An owner that is gone, stopped or full is a tier without blocks (see `tiers/served.py`). Blocks are copied between the
-device and the pool's memory itself, which is mapped here; what is read is compared with its checksum after that.
+If the owner has ended, is stopped or is full, the tier acts as one without blocks (see `tiers/served.py`). Blocks are
+copied directly between the device and the pool's mapped memory; the checksum of a loaded block is compared afterwards.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from spillover.memory.transfer.host_pool import HostPool
 TIMEOUT_SECONDS = 1.0
 LOOKUP_SECONDS = 0.5
 RETRY_SECONDS = 1.0
-PROBE_SECONDS = 2.0  # without a look-up, after which the owner is asked whether it is there
-BATCH_BYTES = 4 << 20  # for one worker at a time, to and from host memory
-DIRECT_BYTES = 16 << 20  # likewise, to and from the device
+PROBE_SECONDS = 2.0  # seconds without a lookup after which the owner is probed
+BATCH_BYTES = 4 << 20  # maximum bytes of one worker's request to and from host memory
+DIRECT_BYTES = 16 << 20  # maximum bytes of one worker's request to and from the device
 
-DeviceBlocks = Sequence[tuple[bytes, int]]  # keys, and where the blocks lie on the device
-_Copy = Callable[[Sequence[memoryview], Sequence[int]], None]  # places in the pool, and which of the items they are of
+DeviceBlocks = Sequence[tuple[bytes, int]]  # keys and device blocks
+_Copy = Callable[[Sequence[memoryview], Sequence[int]], None]  # copies between slots of the pool and items, by index
 
 
 class CopyFailedError(Exception):
-    """The link to the device failed: nothing is said about the pool."""
+    """The link to the device failed, which does not mean that the pool did."""
 
 
 def pool_threads() -> int:
-    """Return how many threads copy to a pool, and as many from it: a checksum takes longer than a GPU's copy."""
+    """Return the number of threads per direction of a pool's copies: a checksum takes longer than a GPU's copy."""
     return max(2, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
 class SharedPoolTier(ServedTier):
-    """A tier in the memory of a pool's owner, shared by all engines of this machine that have the same identity."""
+    """A tier in the memory of a pool's owner, shared by all engines of this machine with the same identity."""
 
     name = "pool"
     _harmless = (*ServedTier._harmless, CopyFailedError)
@@ -64,8 +64,8 @@ class SharedPoolTier(ServedTier):
         threads: int = 2,
         host: HostPool | None = None,
     ) -> None:
-        """Connect lazily: an owner may come later. `threads` work in each direction. `host`: whose link copies between
-        the device and the pool."""
+        """Connect lazily, as an owner may start later. `threads`: workers in each direction. `host`: the host pool
+        whose link copies between the device and the shared pool."""
         super().__init__(f"shared pool at {path}", payload_bytes, wake, batch=max(1, BATCH_BYTES // payload_bytes),
                          seconds=TIMEOUT_SECONDS if timeout is None else timeout,
                          lookup_seconds=LOOKUP_SECONDS if lookup_timeout is None else lookup_timeout,
@@ -74,16 +74,16 @@ class SharedPoolTier(ServedTier):
         self._direct_batch = max(1, DIRECT_BYTES // payload_bytes)
         self._probe_seconds = probe_seconds
         self._report: wire.Report | None = None
-        self._report_at = 0.0  # when the next is wanted; only the worker of look-ups reads and writes it
+        self._report_at = 0.0  # time of the next report; only the worker of lookups reads and writes it
         self._blocks_written = 0
-        self._written: deque[int] = deque()  # from workers: blocks that the pool did not have
-        first = self._submit_probe()  # the first prompt may be in the pool already, and the log hears of a wrong path
+        self._written: deque[int] = deque()  # from workers: number of written blocks per request
+        first = self._submit_probe()  # the first prompt may be in the pool already, and a wrong path is logged
         give_up = time.monotonic() + self._seconds
         while not first.done() and time.monotonic() < give_up:
             time.sleep(0.001)
         self.poll()
 
-    # The tier
+    # Tier methods
 
     def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
         self.poll()
@@ -127,7 +127,7 @@ class SharedPoolTier(ServedTier):
         return self._submit(self._writing, "evict", drop, deadline)
 
     def stats(self) -> TierStats:
-        """Return statistics; blocks are those of all engines, as far as known, and the capacity is for all models."""
+        """Return statistics; blocks are the latest known of all engines, and the capacity is for all models."""
         self.poll()
         report = self._report
         blocks = sum(model.blocks for model in report.models) if report is not None else 0
@@ -141,9 +141,9 @@ class SharedPoolTier(ServedTier):
         )
 
     def damage(self, key: bytes, bit: int) -> bool:
-        """Flip one bit of a stored payload where it lies, for tests of what notices; False if there is no such block.
+        """Flip one bit of a stored payload, for tests of damage detection; False if there is no such block.
 
-        Waits for the owner.
+        It waits for the owner.
         """
         deadline = time.monotonic() + self._seconds
         with suppress(PoolUnavailableError), self._connections.use(deadline) as (connection, memory):
@@ -154,7 +154,7 @@ class SharedPoolTier(ServedTier):
                 return True
         return False
 
-    # The workers' side
+    # Methods called by workers
 
     def _store(self, items: Items, deadline: float) -> list[bool | Exception]:
         def copy(places: Sequence[memoryview], which: Sequence[int]) -> None:
@@ -171,7 +171,7 @@ class SharedPoolTier(ServedTier):
         return self._read([key for key, _ in items], copy, deadline)
 
     def _write(self, keys: list[bytes], copy: _Copy, deadline: float) -> list[bool | Exception]:
-        """Store blocks, whose bytes `copy` brings, and return for each whether it is there now."""
+        """Store blocks, whose bytes `copy` writes to the pool; return for each whether the pool has it now."""
         with self._connections.use(deadline) as (connection, memory):
             places = connection.ask(wire.Take(keys), wire.Places, deadline).places
             written = [(place, index) for index, place in enumerate(places) if place >= 0]
@@ -182,7 +182,7 @@ class SharedPoolTier(ServedTier):
             return [next(published) if place >= 0 else place == THERE for place in places]
 
     def _read(self, keys: list[bytes], copy: _Copy, deadline: float) -> list[bool | Exception]:
-        """Load blocks, whose bytes `copy` takes, and return for each whether they are those that were stored."""
+        """Load blocks, whose bytes `copy` reads from the pool; return for each whether its checksum matches."""
         with self._connections.use(deadline) as (connection, memory):
             pinned = connection.ask(wire.Pin(keys), wire.Pinned, deadline).blocks
             found = [(block[0], index) for index, block in enumerate(pinned) if block is not None]
@@ -192,14 +192,14 @@ class SharedPoolTier(ServedTier):
                 assert block is not None
                 results[index] = summed == block[1] or CorruptRecordError("wrong checksum")
             damaged = [key for key, result in zip(keys, results, strict=True) if isinstance(result, Exception)]
-            with suppress(PoolUnavailableError):  # the blocks are here all the same
+            with suppress(PoolUnavailableError):  # the blocks have been loaded in any case
                 if found:
                     connection.ask(wire.Release([place for place, _ in found], damaged), wire.Count, deadline)
             return results
 
     def _copy_and_sum(self, memory: PoolMemory, items: Sequence[tuple[int, int]], copy: _Copy) -> list[int]:
-        """Call `copy` for the items (place, index) of each slab, as a slab is what can be pinned; return the items'
-        checksums, which are computed after the copy: had a slot changed before or meanwhile, it would show."""
+        """Call `copy` once per slab, as slabs are pinned separately, for its items (offset, index); return the items'
+        checksums, which are computed after the copy, so that a change of a slot before or during it is detected."""
         views = [memory.view(place, self.payload_bytes) for place, _ in items]
         slabs: dict[int, list[int]] = {}
         for at, (place, _) in enumerate(items):
@@ -209,7 +209,7 @@ class SharedPoolTier(ServedTier):
                 copy([views[at] for at in chosen], [items[at][1] for at in chosen])
             return [checksum(view) for view in views]
         except Exception as error:
-            raise CopyFailedError(str(error)) from None  # its frames would keep the memory mapped
+            raise CopyFailedError(str(error)) from None  # no cause: its frames would keep the memory mapped
         finally:
             for view in views:
                 with suppress(BufferError):
@@ -230,7 +230,7 @@ class SharedPoolTier(ServedTier):
         self._report_at = time.monotonic() + self._probe_seconds
         return connection.ask(wire.Ask(), wire.Report, deadline)
 
-    # What the answers mean
+    # Results of requests
 
     def _answered(self, answer: wire.Report) -> None:
         self._report = answer
@@ -240,7 +240,7 @@ class SharedPoolTier(ServedTier):
             self._blocks_written += self._written.popleft()
 
     def _let_go(self) -> None:
-        """Unmap the memory of an owner that died at once."""
+        """Close idle connections, so that the memory of an owner that died is unmapped at once."""
         self._connections.drop_idle()
 
     def _disconnect(self) -> None:
@@ -248,8 +248,8 @@ class SharedPoolTier(ServedTier):
 
 
 def _copy(to: memoryview, source: memoryview) -> None:
-    """Copy; the interpreter is given to other threads meanwhile."""
-    if source.readonly:  # has no address for ctypes
+    """Copy bytes; the GIL is released unless the source is read-only."""
+    if source.readonly:  # ctypes cannot get its address
         to[:] = source
         return
     ctypes.memmove(address_of(to), address_of(source), source.nbytes)

@@ -1,8 +1,8 @@
-"""Weights off the device that all engines of a machine keep once: an engine's end of a pool's runs.
+"""Host weights shared by all engines of a machine: an engine's side of a pool's runs.
 
-Runs are found by what they contain, and what is found is compared with what is wanted: replicas, ranks and an engine
-that is started again have the same memory wherever their bytes are the same, and only there. Where the pool has no room
-or does not answer, an engine keeps its weights itself. An owner that dies takes nothing away: memory stays mapped here.
+Runs are found by their content, and a found run is compared with the wanted bytes: replicas, ranks and a restarted
+engine share memory exactly if their bytes are the same. If the pool has no room or does not answer, an engine keeps its
+weights itself. If the owner dies nothing is lost, as the memory stays mapped in the engine.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from spillover.units import format_bytes
 log = logging.getLogger("spillover.memory")
 
 ANSWER_SECONDS = 5.0
-BUSY_SECONDS = 30.0  # at most, for another engine that writes the same run
+BUSY_SECONDS = 30.0  # maximum wait in seconds for another engine that writes the same run
 AGAIN_SECONDS = 0.005
 
 
 class SharedWeights:
-    """The runs of one engine, which are its own until `close`."""
+    """The runs that one engine uses, until `close`."""
 
     def __init__(self, path: Path, host: HostPool, seconds: float = ANSWER_SECONDS) -> None:
-        """Connect with the first run. `host`: which pins them for the device."""
-        self.nbytes = 0  # in the pool
-        self.found_bytes = 0  # of them that were there before
+        """Connect with the first run. `host`: the host pool that pins them for the device."""
+        self.nbytes = 0  # bytes of this engine's weights that are in the pool
+        self.found_bytes = 0  # part of `nbytes` that the pool had already
         self._path = path
         self._host = host
         self._seconds = seconds
@@ -45,7 +45,7 @@ class SharedWeights:
         self._gave_up = False
 
     def keep(self, content: memoryview) -> memoryview | None:
-        """Return memory of the pool with exactly these bytes; None where the pool cannot have them."""
+        """Return memory of the pool with exactly these bytes; None if the pool cannot store them."""
         if self._gave_up:
             return None
         try:
@@ -60,7 +60,7 @@ class SharedWeights:
         return memory
 
     def close(self) -> None:
-        """Give up all runs: the pool may forget them. They stay mapped for as long as they are used here."""
+        """Release all runs, so that the pool may drop them. They stay mapped as long as this engine uses them."""
         if self._connection is not None:
             self._connection.close()
 
@@ -81,7 +81,7 @@ class SharedWeights:
             os.close(fd)
         memory = memoryview(mapped)
         if kept.state == wire.NEW:
-            mapped.madvise(POPULATE_WRITE, 0, content.nbytes)  # fails where there is no memory, instead of at a touch
+            mapped.madvise(POPULATE_WRITE, 0, content.nbytes)  # fails now if there is no memory, not at an access
             ctypes.memmove(address_of(memory), address_of(content), content.nbytes)
             connection.ask(wire.Written(digest, content.nbytes), wire.Count, time.monotonic() + self._seconds)
         elif _differs(memory, content):

@@ -1,7 +1,7 @@
-"""What the owner of a shared pool and its clients say to each other: frames of msgpack over a local socket.
+"""The protocol between the owner of a shared pool and its clients: frames of msgpack over a local socket.
 
-A frame is four bytes of length and a message. A client asks, the owner answers, in order. Many blocks go in
-one message.
+A frame is four bytes of length and a message. The owner answers a client's requests in order. One message may be about
+many blocks.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from spillover.errors import SpilloverError
 
 VERSION = 2
 LENGTH = struct.Struct("<I")
-MOST_BYTES = 16 << 20  # of a message: a quarter of a million keys
+MOST_BYTES = 16 << 20  # maximum bytes of a message: a quarter of a million keys
 NAME = "pool.sock"
-LONGEST_PATH = 107  # bytes of a socket's path
+LONGEST_PATH = 107  # maximum bytes of a socket's path
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
-    """First message of an engine; the answer is Welcome, with the memory's file descriptor beside it."""
+    """The first message of an engine; the answer is Welcome, with the memory's file descriptor."""
 
     version: int
     identity: bytes
     payload_bytes: int
     description: dict[str, str]
-    engine: str  # the same for all connections of an engine
+    engine: str  # id of the engine, the same for all its connections
 
 
 class Find(msgspec.Struct, tag="find", array_like=True, frozen=True):
@@ -50,32 +50,32 @@ class Pin(msgspec.Struct, tag="pin", array_like=True, frozen=True):
 
 
 class Release(msgspec.Struct, tag="release", array_like=True, frozen=True):
-    """Let go of what was read; `damaged` are blocks that did not match their checksum, to be forgotten."""
+    """Release pinned blocks, and drop `damaged` ones, which did not match their checksum."""
 
     places: list[int]
     damaged: list[bytes]
 
 
 class Evict(msgspec.Struct, tag="evict", array_like=True, frozen=True):
-    """Forget the least recently used blocks: of the client's model or, of a client without one, of the named model
-    or of all."""
+    """Drop the least recently used blocks: of the client's model or, for a client without one, of the named model or
+    of all."""
 
     count: int
-    identity: str | None = None  # as hexadecimal digits, or the first of them
-    older_than: float | None = None  # seconds
+    identity: str | None = None  # hexadecimal digits of the identity, or a prefix of them; None: all models
+    older_than: float | None = None  # drop only blocks not used for this many seconds; None: of any age
 
 
 class Clear(msgspec.Struct, tag="clear", array_like=True, frozen=True):
-    """Forget all blocks of the client's model."""
+    """Drop all blocks of the client's model."""
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
-    """Ask for a Report: of the client's model or, for a client without one, of all. Also whether the owner is there."""
+    """Request a Report: of the client's model or, for a client without one, of all. It also serves as a probe."""
 
 
 class Keep(msgspec.Struct, tag="keep", array_like=True, frozen=True):
-    """Ask for a run of bytes that engines keep once: weights. The answer is Kept, with the run's file descriptor beside
-    it unless it is BUSY or FULL. The run is the connection's until that closes."""
+    """Request a run of bytes that engines share, such as weights. The answer is Kept, with the run's file descriptor
+    unless it is BUSY or FULL. The connection uses the run until it closes."""
 
     version: int
     digest: bytes
@@ -84,7 +84,7 @@ class Keep(msgspec.Struct, tag="keep", array_like=True, frozen=True):
 
 
 class Written(msgspec.Struct, tag="written", array_like=True, frozen=True):
-    """Let others have a run that was to be written."""
+    """Mark a NEW run as written, so that other engines can use it."""
 
     digest: bytes
     nbytes: int
@@ -94,9 +94,9 @@ Request = Hello | Find | Take | Publish | Pin | Release | Evict | Clear | Ask | 
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
-    generation: bytes  # of the memory: another owner has another
+    generation: bytes  # random id of the memory, different for each owner process
     size: int  # bytes of the memory
-    slab_bytes: int  # of which it has whole ones: no block reaches from one into the next
+    slab_bytes: int  # bytes of a slab; the memory is whole slabs, and no block crosses from one into the next
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
@@ -112,16 +112,16 @@ class Places(msgspec.Struct, tag="places", array_like=True, frozen=True):
 
 
 class Pinned(msgspec.Struct, tag="pinned", array_like=True, frozen=True):
-    blocks: list[tuple[int, int] | None]  # place and checksum
+    blocks: list[tuple[int, int] | None]  # offset and checksum of each block; None if the pool does not have it
 
 
 class Count(msgspec.Struct, tag="count", array_like=True, frozen=True):
     count: int
 
 
-NEW = "new"  # of a run: to be written
+NEW = "new"  # the requesting engine has to write the run
 READY = "ready"
-BUSY = "busy"  # another engine is writing it
+BUSY = "busy"  # another engine is writing the run
 FULL = "full"
 
 
@@ -140,19 +140,19 @@ class ModelReport(msgspec.Struct, frozen=True):
     misses: int
     stores: int
     evictions: int
-    last_use: float  # time.time()
+    last_use: float  # time of the last use in seconds since 1970
 
 
 class Report(msgspec.Struct, tag="report", array_like=True, frozen=True):
     pid: int
-    capacity: int  # bytes
+    capacity: int  # maximum bytes of blocks
     used: int  # bytes of slots that are not free
-    prepared: int  # bytes taken from the system
+    prepared: int  # bytes of blocks' memory allocated from the system
     engines: int
     uptime: float
     models: list[ModelReport]
-    weights: int  # bytes of weights, for which `capacity` is smaller
-    weights_used: int  # bytes of those that an engine has
+    weights: int  # bytes of weights, by which `capacity` is smaller
+    weights_used: int  # bytes of weights that engines use now
 
 
 Reply = Welcome | Refused | Found | Places | Pinned | Count | Report | Kept
@@ -177,7 +177,7 @@ def decode_reply(body: bytes | memoryview) -> Reply:
 
 
 def socket_path(given: str | None) -> Path:
-    """Return where the owner listens: the path that was given or, for None and "auto", one place for each user."""
+    """Return the path where the owner listens: the given one or, for None and "auto", a default path per user."""
     if given is not None and given != "auto":
         path = Path(given).expanduser().absolute()
     elif runtime := os.environ.get("XDG_RUNTIME_DIR"):
@@ -190,6 +190,6 @@ def socket_path(given: str | None) -> Path:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end, as the kernel knows them."""
+    """Return the ids of the process and user at the other end, as reported by the kernel."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid

@@ -1,1 +1,1 @@
-"""KV below the device: host memory, what goes there and what comes back."""
+"""KV below the device: host memory, spills and restores."""

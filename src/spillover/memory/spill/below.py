@@ -1,9 +1,9 @@
-"""Whether the last tier has a block, so that it need not be offered to it again.
+"""A record of whether the last tier has a block, so that the block need not be offered to it again.
 
-Blocks are written to every tier below host memory, and the last of them is the one that keeps what the others let go.
-A disk knows at once what it has. A remote store may evict, expire or forget blocks without a word, so what it is
-believed to have is asked again after every use of the block: in batches, on the tier's own thread. A block that the
-tier did not take, when it was offered after its last use, is not offered again before the next.
+Blocks are written to every tier below host memory; the last of these keeps blocks that the others evict. A disk knows
+at once what it has. A remote store may evict, expire or lose blocks without notice, so a block believed to be in it is
+looked up again after every use of the block: in batches, on the tier's thread. A block that the tier rejected when
+offered after the block's last use is not offered again before its next use.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from collections.abc import Callable, Sequence
 
 from spillover.memory.tiers.base import Ticket, Tier
 
-KNOWN_KEYS = 1 << 20  # keys remembered
-ASKED_AT_ONCE = 512  # keys
+KNOWN_KEYS = 1 << 20  # maximum number of keys remembered
+ASKED_AT_ONCE = 512  # maximum number of keys of one lookup
 
 
 class Below:
     def __init__(self, tiers: Sequence[Tier], found: Callable[[bytes, bool], None]) -> None:
-        """Ask a tier. `found` is told of each block that the tier was asked for, and whether it has it."""
+        """Track the last tier. `found` is called for each block looked up in it, with whether the tier has it."""
         self.tier = tiers[-1] if tiers else None
         self._found = found
-        self._offered: OrderedDict[bytes, bool] = OrderedDict()  # since its last use -> whether the tier has it
-        self._doubted: OrderedDict[bytes, None] = OrderedDict()  # to be asked for
+        self._offered: OrderedDict[bytes, bool] = OrderedDict()  # key offered since its last use -> tier has it
+        self._doubted: OrderedDict[bytes, None] = OrderedDict()  # keys to look up
         self._asking: tuple[list[bytes], Ticket[list[bool]]] | None = None
 
     def settled(self, key: bytes) -> bool:
-        """Return whether the tier has the block, or was offered it since its last use."""
+        """Return whether the tier has the block, or was offered it since the block's last use."""
         return key in self._offered or self.has(key)
 
     def has(self, key: bytes, tier: Tier | None = None) -> bool:
-        """Return whether the last tier, or this one, has the block, as far as can be said at once."""
+        """Return whether the last tier, or the given one, is known to have the block."""
         tier = tier or self.tier
         known = tier.has(key) if tier is not None else False
         return known if known is not None else tier is self.tier and self._offered.get(key, False)
 
     def doubted(self, key: bytes) -> bool:
-        """Return whether the tier is being asked, so that it will soon be known."""
+        """Return whether a lookup of the block is pending, so that its presence will soon be known."""
         return key in self._doubted
 
     def answered(self, tier: Tier, key: bytes, there: bool) -> None:
-        """Note that a tier was asked for the block, or loaded it, or failed to."""
+        """Note the result of a lookup or load of the block in a tier: whether the block was there."""
         if there:
             self.offered(tier, key, True)
         elif tier is self.tier:
@@ -56,7 +56,7 @@ class Below:
                 self._offered.popitem(last=False)
 
     def used(self, key: bytes) -> None:
-        """Forget what was known of the block before this use."""
+        """Forget what was known before this use of the block, and look it up again if the tier had it."""
         if self._offered.pop(key, False):
             self.ask(key)
 
@@ -78,7 +78,7 @@ class Below:
             self._asking = None
             there = ticket.result() or [False] * len(keys)
             for key, found in zip(keys, there, strict=True):
-                if key in self._doubted:  # else it was written meanwhile
+                if key in self._doubted:  # otherwise it was written since the lookup
                     del self._doubted[key]
                     if found:
                         self._offered[key] = True

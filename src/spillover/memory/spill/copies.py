@@ -1,4 +1,4 @@
-"""Copies over the link between the device and host memory: handed to threads of their own, metered when they end."""
+"""Copies over the link between the device and host memory: run on separate threads, metered on completion."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from spillover.memory.spill.store_report import Meter
 from spillover.memory.tiers.base import Lane, Ticket
 from spillover.memory.transfer.link import DeviceLink
 
-COPY_SECONDS = 0.003  # one copy over the link takes about this long, so that others get their turn
-LINK_SECONDS = 10.0  # deadline of a copy over the link
+COPY_SECONDS = 0.003  # approximate duration of one copy over the link, so that others need not wait long
+LINK_SECONDS = 10.0  # deadline of a copy over the link in seconds
 
 
 class LinkCopies:
-    """The copies on their way, each way. An entry stays pinned by its copy until that was taken."""
+    """The copies in flight in both directions. A copy pins its entries until take_out() or take_in() returns it."""
 
     def __init__(self, link: DeviceLink, slots: Slots, rate: float, wake: Callable[[], None]) -> None:
-        """Make the lanes. `rate`: bytes a second of the link, which decides how many blocks one copy has."""
-        self.batch = max(1, int(COPY_SECONDS * rate / link.slot_bytes))  # blocks a copy
+        """Create the lanes. `rate`: bytes per second of the link, which gives the number of blocks of one copy."""
+        self.batch = max(1, int(COPY_SECONDS * rate / link.slot_bytes))  # maximum number of blocks of one copy
         self.to_host, self.to_device = Meter(), Meter()
-        self.failures = 0  # blocks
+        self.failures = 0  # number of blocks whose copy failed
         self._link = link
         self._slots = slots
         self._out = Lane("spill", 1, wake)
-        self._in = Lane("restore", 2, wake)  # one hands over a copy while the other waits for its own
+        self._in = Lane("restore", 2, wake)  # one thread submits a copy while the other waits for its copy
         self._outgoing: list[CopyOut] = []
         self._incoming: list[CopyIn] = []
 
@@ -41,7 +41,7 @@ class LinkCopies:
 
     @property
     def loaded(self) -> bool:
-        """Return whether a copy to the device has ended and was not taken yet."""
+        """Return whether a copy to the device has completed and take_in() has not returned it yet."""
         return any(copy.ticket.done() for copy in self._incoming)
 
     def start_out(self, blocks: Sequence[int], entries: Sequence[Entry], on_end: CopyEnd) -> None:
@@ -50,7 +50,7 @@ class LinkCopies:
             self._outgoing.append(CopyOut(self._submit(self._out, self._link.copy_out, part, to), part, to, on_end))
 
     def start_in(self, held: Sequence[Load]) -> None:
-        """Copy loads whose blocks are in host memory to the blocks of the device that they are to go to."""
+        """Start copying loads from host memory to their device blocks."""
         for loads in batches(held, self.batch):
             entries = [entry for load in loads for entry in load.entries]
             blocks = [block for load in loads for block in load.blocks]
@@ -59,13 +59,13 @@ class LinkCopies:
             self._incoming.append(CopyIn(self._submit(self._in, self._link.copy_in, blocks, entries), blocks, loads))
 
     def take_out(self) -> list[tuple[CopyOut, float | None]]:
-        """Return copies from the device that have ended, with the seconds each took; None: it failed."""
+        """Return completed copies from the device, with the seconds each took; None if it failed."""
         self._out.drain()
         ended, self._outgoing = split_ended(self._outgoing)
         return [(copy, self._count(copy, self.to_host)) for copy in ended]
 
     def take_in(self) -> list[tuple[CopyIn, float | None]]:
-        """Return copies to the device that have ended, with the seconds each took; None: it failed."""
+        """Return completed copies to the device, with the seconds each took; None if it failed."""
         self._in.drain()
         ended, self._incoming = split_ended(self._incoming)
         return [(copy, self._count(copy, self.to_device)) for copy in ended]
@@ -78,7 +78,7 @@ class LinkCopies:
                 yield from load.entries
 
     def close(self, deadline: float) -> bool:
-        """End the threads; False if a copy may still touch the link's memory."""
+        """Stop the threads; False if a copy may still access the link's memory."""
         self._out.close(deadline)
         self._in.close(deadline)
         copies: list[CopyIn | CopyOut] = [*self._outgoing, *self._incoming]

@@ -1,8 +1,8 @@
-"""Copies between the device and a tier in memory that this process has mapped, without a slot of host memory between.
+"""Copies between the device and a tier whose memory this process has mapped, without a host memory slot in between.
 
-The tier's own threads copy: they keep a block where it is meanwhile, and compare its checksum. Loads come this way
-wherever such a tier has the block. Blocks leave the device this way where the tier is the only one: others, and host
-memory, are to have them too, and are given them from a slot.
+The tier's threads copy: they keep the block in place during the copy, and compare its checksum. Blocks that such a
+tier has are always loaded directly. Blocks are spilled directly only if the tier is the only one: host memory and
+other tiers store blocks from a slot of host memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from spillover.memory.spill.loads import CopyEnd, CopyIn, CopyOut, Load, LoadSta
 from spillover.memory.tiers.base import MappedTier, Ticket, Tier
 from spillover.memory.transfer.link import DeviceLink
 
-UNDER_WAY_BYTES = 256 << 20  # of blocks that leave the device at a time: more would wait past the tier's deadline
-LEAST_UNDER_WAY = 32  # blocks
+UNDER_WAY_BYTES = 256 << 20  # bytes of outgoing copies in flight: more would wait past the tier's deadline
+LEAST_UNDER_WAY = 32  # number of blocks that may be in flight whatever their size
 
 
 @dataclass(frozen=True)
 class DirectOut:
-    """A block on its way from the device."""
+    """A copy of one block from the device to the tier."""
 
     key: bytes
     block: int
@@ -32,11 +32,11 @@ class DirectOut:
 
 @dataclass(frozen=True)
 class DirectIn:
-    """A block on its way to the device."""
+    """A copy of one block from the tier to the device."""
 
     load: Load
     started: float
-    place: int  # among those that were started with it, from 1
+    place: int  # position among the copies started together, from 1
     ticket: Ticket[bool]
 
 
@@ -44,7 +44,7 @@ _Copy = TypeVar("_Copy", DirectOut, DirectIn, CopyOut, CopyIn)
 
 
 class DirectCopies:
-    """The copies on their way, each way."""
+    """The direct copies in flight in both directions."""
 
     def __init__(self, link: DeviceLink, tiers: Sequence[Tier], keeps: bool) -> None:
         """Find the mapped tier, if there is one. `keeps`: whether host memory is a tier as well."""
@@ -61,7 +61,7 @@ class DirectCopies:
 
     @property
     def ended(self) -> bool:
-        """Return whether no copy can touch the device any more, of those that were started."""
+        """Return whether all started copies have completed, so that none can access the device any more."""
         copies: list[DirectOut | DirectIn] = [*self._outgoing, *self._incoming]
         return all(copy.ticket.done() for copy in copies)
 
@@ -71,19 +71,19 @@ class DirectCopies:
 
     @property
     def loaded(self) -> bool:
-        """Return whether a copy to the device has ended and was not taken yet."""
+        """Return whether a copy to the device has completed and take_in() has not returned it yet."""
         return any(copy.ticket.done() for copy in self._incoming)
 
     @property
     def room(self) -> int:
-        """Return the blocks that may leave the device now."""
+        """Return the number of blocks whose copy from the device may be started now."""
         return max(0, self._most - len(self._outgoing))
 
     def reaches(self, tier: str) -> bool:
         return self.tier is not None and self.tier.name == tier
 
     def start_out(self, items: Sequence[tuple[bytes, int]], on_end: CopyEnd) -> int:
-        """Start storing device blocks, in order; return how many."""
+        """Start storing device blocks, in order; return the number started."""
         assert self.tier is not None
         items = items[: self.room]
         tickets = self.tier.store_from(items, self._link.copy_out)
@@ -92,7 +92,7 @@ class DirectCopies:
         return len(items)
 
     def start_in(self, loads: Sequence[Load]) -> None:
-        """Start loading blocks to where they are to go on the device."""
+        """Start loading blocks to their device blocks."""
         if not loads:
             return
         assert self.tier is not None
@@ -104,18 +104,18 @@ class DirectCopies:
                            for place, (load, ticket) in enumerate(zip(loads, tickets, strict=True), start=1)]
 
     def take_out(self) -> list[DirectOut]:
-        """Return the copies from the device that have ended."""
+        """Return the completed copies from the device."""
         ended, self._outgoing = split_ended(self._outgoing)
         return ended
 
     def take_in(self) -> list[DirectIn]:
-        """Return the copies to the device that have ended."""
+        """Return the completed copies to the device."""
         ended, self._incoming = split_ended(self._incoming)
         return ended
 
 
 def split_ended(copies: list[_Copy]) -> tuple[list[_Copy], list[_Copy]]:
-    """Return the copies that have ended, and the others; a worker may end one meanwhile."""
+    """Split copies into completed and other ones; a worker may complete one concurrently, so each is checked once."""
     ended: list[_Copy] = []
     others: list[_Copy] = []
     for copy in copies:

@@ -1,7 +1,7 @@
-"""The host tier's memory: slots of one block each, and which stored block lies in which.
+"""The host tier's memory: slots of one block each, and the map from stored blocks to slots.
 
-A slot is written by one copy at a time and read by any number; `pins` counts those who rely on it. Everything here is
-called on the engine's thread; copies themselves run elsewhere on the memory that `view` names.
+A slot is written by one copy at a time and read by any number; `pins` counts its users. Everything here is called on
+the engine's thread; the copies themselves run on other threads, on the memory that `view` returns.
 """
 
 from collections import OrderedDict
@@ -14,29 +14,29 @@ from spillover.kernels.huge_pages import address_of
 from spillover.memory.kv.events import NO_BLOCK_EVENTS, BlockEvents
 from spillover.memory.transfer.link import SlotViews
 
-# Host memory is taken from the system in at most this many slabs, of at least this size each. Pinning a slab holds
-# up the device's driver, 0.2 ms a megabyte: a small one is hidden by the step that runs meanwhile.
+# Host memory is allocated in at most this many slabs, of at least this size each. Pinning a slab blocks the device's
+# driver for 0.2 ms per megabyte: that of a small slab is hidden by the step that runs in the meantime.
 MAX_SLABS = 8192
 SLAB_BYTES = 8 << 20
 
 
 class Slots:
-    """Equal pieces of host memory, taken a slab at a time as they are first needed and kept until the end."""
+    """Slots of equal size in host memory, allocated a slab at a time when first needed and never freed."""
 
     def __init__(self, allocate: Callable[[int], memoryview], slot_bytes: int, limit: int) -> None:
         self.limit = limit
         self.slot_bytes = slot_bytes
         self._allocate = allocate
-        self._stride = -(-slot_bytes // 4096) * 4096  # so that a disk can read into it directly
+        self._stride = -(-slot_bytes // 4096) * 4096  # multiple of 4096, so that a disk can read directly into a slot
         self._per_slab = max(1, max(SLAB_BYTES, limit * self._stride // MAX_SLABS) // self._stride)
-        self._slabs: list[memoryview] = []  # the last may be shorter; no object a slot, for the collector to look at
-        self._addresses: npt.NDArray[np.int64] = np.empty(limit, dtype=np.int64)  # of slots, as far as there are any
-        self._count = 0  # number of slots
+        self._slabs: list[memoryview] = []  # the last may be shorter; no object per slot, for fewer garbage collections
+        self._addresses: npt.NDArray[np.int64] = np.empty(limit, dtype=np.int64)  # address of each slot below _count
+        self._count = 0  # number of slots allocated so far
         self._free: list[int] = []
 
     @property
     def free(self) -> int:
-        """Return the slots that take() can give."""
+        """Return the number of slots that take() can still return."""
         return len(self._free) + self.limit - self._count
 
     @property
@@ -66,8 +66,8 @@ class Slots:
         count = min(self._per_slab, self.limit - first)
         try:
             slab = self._allocate(count * self._stride)
-        except (MemoryError, OSError, RuntimeError):  # RuntimeError: pinned memory that the driver refuses
-            self.limit = first  # what there is must do
+        except (MemoryError, OSError, RuntimeError):  # RuntimeError: the driver refuses to pin the memory
+            self.limit = first  # continue with the slots allocated so far
             return
         self._slabs.append(slab)
         self._count += count
@@ -80,36 +80,36 @@ class Slots:
 
 
 class Entry:
-    """A stored block in a slot: arriving, or ready to be read."""
+    """A stored block in a slot, which is being written or ready to be read."""
 
     __slots__ = ("forgotten", "key", "pins", "private", "ready", "safe", "slot", "writes")
 
     def __init__(self, key: bytes, slot: int) -> None:
         self.key = key
-        self.slot = slot  # -1 once it is dropped
+        self.slot = slot  # slot of the block; -1 once the entry is dropped
         self.ready = False
-        self.private = False  # belongs to one live sequence, found by nobody else
-        self.forgotten = False  # found by nobody any more, and dropped when nobody relies on it
-        self.pins = 0  # copies and restores that rely on the slot
-        self.safe = False  # losing it loses nothing: the tiers below have it, or there are none
-        self.writes = 0  # pins of writes to a tier below
+        self.private = False  # whether it belongs to one live sequence and no other can find it
+        self.forgotten = False  # whether it can no longer be found, and is dropped with its last pin
+        self.pins = 0  # number of copies and restores that use the slot
+        self.safe = False  # whether it may be evicted without loss: the tiers below have it, or there are none
+        self.writes = 0  # number of pins that are writes to a tier below
 
     @property
     def found(self) -> bool:
-        """Return whether a search finds it."""
+        """Return whether a lookup finds the entry."""
         return self.ready and not self.private and not self.forgotten
 
 
 class HostCache:
-    """Entries by key, least recently used first. Never holds more than the slots do."""
+    """The entries of the host tier by key, least recently used first; never more than there are slots."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
         self.evictions = 0
-        self.dropped = 0  # evicted blocks that no tier had
-        self._idle = 0  # entries that are safe, and that nobody relies on
+        self.dropped = 0  # number of evicted blocks that no tier below had
+        self._idle = 0  # number of entries that are safe and not pinned
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._unsafe: OrderedDict[bytes, Entry] = OrderedDict()  # ready, and nowhere below; same order
+        self._unsafe: OrderedDict[bytes, Entry] = OrderedDict()  # ready entries that no tier below has; same order
         self._renamed = 0
         self.events: BlockEvents = NO_BLOCK_EVENTS
 
@@ -124,7 +124,7 @@ class HostCache:
         return None if entry is None or entry.forgotten else entry
 
     def use(self, key: bytes) -> Entry | None:
-        """Return the entry, which is now the one used last."""
+        """Return the entry and make it the most recently used one; None if there is none."""
         entry = self._entries.get(key)
         if entry is None or entry.forgotten:
             return None
@@ -134,9 +134,9 @@ class HostCache:
         return entry
 
     def reserve(self, key: bytes, lossy: bool = True) -> Entry | None:
-        """Return a new entry, arriving and pinned once by whoever fills it; None if every slot is in use. `lossy`: may
-        evict a block that no tier below has."""
-        assert self.get(key) is None, "the block is here or on its way already"
+        """Create an entry that is not ready and pinned once for the copy that fills it; None if no slot is available.
+        `lossy`: a block that no tier below has may be evicted for it."""
+        assert self.get(key) is None, "the block is in host memory or on its way there already"
         slot = self.slots.take()
         if slot is None and self._make_room(lossy):
             slot = self.slots.take()
@@ -149,7 +149,7 @@ class HostCache:
         return entry
 
     def arrive(self, entry: Entry, safe: bool) -> None:
-        """Note that the entry's bytes are there; whoever brought them still holds it."""
+        """Mark an entry ready, as its bytes have been written; it is still pinned for the copy that wrote them."""
         assert entry.pins
         entry.ready = True
         if safe:
@@ -165,14 +165,14 @@ class HostCache:
         self._unsafe.pop(entry.key, None)
 
     def mark_unsafe(self, entry: Entry) -> None:
-        """Mark an entry that the tiers below have lost."""
+        """Mark an entry as not stored in the tiers below."""
         assert entry.ready
         self._idle -= entry.pins == 0 and entry.safe
         entry.safe = False
         self._unsafe[entry.key] = entry
 
     def pin(self, entry: Entry) -> None:
-        """Pin the slot, which somebody relies on until unpin."""
+        """Keep the entry's slot from being reused until unpin()."""
         self._idle -= entry.pins == 0 and entry.safe
         entry.pins += 1
 
@@ -181,8 +181,8 @@ class HostCache:
         self._idle += entry.pins == 0 and entry.safe
 
     def drop(self, entry: Entry) -> None:
-        """Forget an entry that nobody relies on."""
-        assert entry.pins == 0, "a slot is freed under a copy"
+        """Remove an entry that is not pinned, and free its slot."""
+        assert entry.pins == 0, "a slot is freed during a copy"
         if entry.found:
             self.events.removed("host", entry.key)
         self._idle -= entry.safe
@@ -193,22 +193,22 @@ class HostCache:
 
     @property
     def spare(self) -> int:
-        """Return the slots that can be had now without losing a block: free, or safe in a tier below."""
+        """Return the number of slots available now without losing a block: free ones, and unpinned safe entries."""
         return self.slots.free + self._idle
 
     def tell(self, events: BlockEvents) -> None:
-        """Tell of every block that is here now, and from now on of each that comes or goes."""
+        """Report every block that host memory has now to `events`, and every later change."""
         self.events = events
         for entry in self._entries.values():
             if entry.found:
                 events.stored("host", entry.key)
 
     def unsafe(self) -> Iterator[Entry]:
-        """Yield unsafe entries, least recently used first; those that are being written are among them."""
+        """Yield unsafe entries, least recently used first, including those being written to a tier below."""
         return iter(self._unsafe.values())
 
     def clear(self) -> None:
-        """Forget all that is here. What somebody relies on stays until nobody does."""
+        """Forget all entries. Pinned ones keep their slot until they are unpinned."""
         for entry in list(self._entries.values()):
             if entry.pins == 0:
                 self.drop(entry)
@@ -228,7 +228,7 @@ class HostCache:
             assert not entry.safe
 
     def _make_way(self, entry: Entry) -> None:
-        """Take a forgotten entry's name from it for another."""
+        """Rename a forgotten entry, so that another entry can have its key."""
         places = [place for place in (self._entries, self._unsafe) if place.pop(entry.key, None) is not None]
         self._renamed += 1
         entry.key = b"forgotten" + self._renamed.to_bytes(8, "little")
@@ -236,7 +236,7 @@ class HostCache:
             place[entry.key] = entry
 
     def _make_room(self, lossy: bool = True) -> bool:
-        """Evict the oldest entry that is safe, or if there is none the oldest at all."""
+        """Evict the least recently used safe entry; if there is none and `lossy` is true, the least recently used."""
         oldest = None
         for entry in self._entries.values() if lossy or len(self._unsafe) < len(self._entries) else ():
             if entry.pins or not entry.ready:

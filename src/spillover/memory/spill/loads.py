@@ -1,4 +1,4 @@
-"""Stored blocks on their way, and the question where a prompt's blocks are."""
+"""The copies of stored blocks between tiers, and the search for a prompt's blocks."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from spillover.memory.tiers.base import Ticket, Tier
 
 
 class LoadState(Enum):
-    WAITING = "waiting"  # for a slot
-    FETCHING = "fetching"  # from a tier below into host memory
-    HELD = "held"  # in host memory, or where a link can take it from (direct.py)
-    COPYING = "copying"  # to the device
+    WAITING = "waiting"  # waiting for a slot
+    FETCHING = "fetching"  # being copied from a tier below into host memory
+    HELD = "held"  # in host memory, or in a tier that the link can copy from (direct.py)
+    COPYING = "copying"  # being copied to the device
     DONE = "done"
-    FAILED = "failed"  # the block is to be computed
+    FAILED = "failed"  # the block has to be computed
 
 
 class Load:
-    """Stored blocks on their way to the device, all in the same state: a run that is in host memory from the start, or
-    one block that is brought there first, or copied from a tier that is mapped here."""
+    """A load of stored blocks to the device, all in the same state: a run of blocks that are in host memory from the
+    start, or one block that is fetched into host memory first or copied directly from a mapped tier."""
 
     __slots__ = ("blocks", "deadline", "entries", "keys", "on_end", "state", "tier")
 
     def __init__(self, keys: list[bytes], tier: str, deadline: float) -> None:
         self.keys = keys
-        self.tier = tier  # where they were found
+        self.tier = tier  # tier in which the blocks were found
         self.deadline = deadline
         self.state = LoadState.WAITING
-        self.entries: list[Entry] = []  # of its blocks in host memory, pinned for it
-        self.blocks: Sequence[int] = ()  # where they are to go, once that is known
-        self.on_end: Callable[[Sequence[Load]], None] | None = None  # told of loads that end together
+        self.entries: list[Entry] = []  # entries of its blocks in host memory, each pinned by this load
+        self.blocks: Sequence[int] = ()  # target blocks on the device, once they are known
+        self.on_end: Callable[[Sequence[Load]], None] | None = None  # called with loads that complete together
 
     @property
     def pending(self) -> bool:
@@ -40,7 +40,7 @@ class Load:
 
 
 def batches(loads: Sequence[Load], most: int) -> Iterator[list[Load]]:
-    """Yield loads that follow each other, as many as have at most n blocks together; no load has more."""
+    """Yield consecutive loads in batches of at most `most` blocks together; no single load has more."""
     batch: list[Load] = []
     count = 0
     for load in loads:
@@ -53,14 +53,14 @@ def batches(loads: Sequence[Load], most: int) -> Iterator[list[Load]]:
         yield batch
 
 
-# Told of device blocks and their slots' entries once the copy out has ended; an entry has no slot if it was not kept.
-# It may not start copies itself.
+# Called with device blocks and the entries of their slots when a copy from the device has completed; an entry that was
+# not kept has no slot. The callback must not start copies.
 CopyEnd = Callable[[Sequence[int], Sequence[Entry]], None]
 
 
 @dataclass(frozen=True)
 class CopyOut:
-    """One job on the link, from the device."""
+    """One copy over the link from the device."""
 
     ticket: Ticket[float]
     blocks: list[int]
@@ -70,7 +70,7 @@ class CopyOut:
 
 @dataclass(frozen=True)
 class CopyIn:
-    """One job on the link, to the device."""
+    """One copy over the link to the device."""
 
     ticket: Ticket[float]
     blocks: list[int]
@@ -79,24 +79,24 @@ class CopyIn:
 
 @dataclass(frozen=True)
 class Fetch:
-    """One block on its way from a tier below to host memory."""
+    """A copy of one block from a tier below to host memory."""
 
     entry: Entry
     tier: Tier
     started: float
-    place: int  # in its batch, from 1
+    place: int  # position in its batch, from 1
     ticket: Ticket[bool]
 
 
 class Search:
-    """Where the blocks of a prompt are; tiers that must be asked answer later or, by their deadline, not at all."""
+    """The tiers that have the blocks of a prompt; tiers answer lookups later or, after their deadline, not at all."""
 
     def __init__(self, sources: list[str | None], answered: Callable[[Tier, int, bool], None]) -> None:
-        """Search tiers. `answered` is told what each tier says of each index; no answer counts as no."""
+        """Search tiers. `answered` is called with each tier's result for each index; no answer counts as a miss."""
         self.sources = sources
         self._answered = answered
         self._asked: list[tuple[Tier, list[int], Ticket[list[bool]]]] = []
-        self._nearness: dict[str, int] = {}  # of tiers, the nearest first: the order in which they are asked
+        self._nearness: dict[str, int] = {}  # rank of each tier in the order of the lookups, nearest first
 
     def ask(self, tier: Tier, indices: list[int], ticket: Ticket[list[bool]]) -> None:
         self._asked.append((tier, indices, ticket))
@@ -115,6 +115,6 @@ class Search:
                 self._answered(tier, index, found)
                 known = self.sources[index]
                 if found and (known is None or self._nearness[tier.name] < self._nearness.get(known, -1)):
-                    self.sources[index] = tier.name  # a farther one may have answered before
+                    self.sources[index] = tier.name  # a farther tier may have answered before
         self._asked = waiting
         return not waiting

@@ -1,4 +1,4 @@
-"""Moves the oldest blocks of a sequence that has outgrown the device to host memory, and lets it go on from there."""
+"""Moves the oldest blocks of a sequence that has outgrown the device to host memory, so that it can continue."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.spill.host import Entry
 from spillover.memory.spill.store import SpillStore
 
-MAX_FAILURES = 3  # attempts for one sequence
+MAX_FAILURES = 3  # maximum number of failed moves of one sequence
 
 
 @dataclass(slots=True)
 class _Offloaded:
-    """What host memory holds of one sequence."""
+    """The blocks of one sequence that are in host memory or being moved there."""
 
-    entries: list[Entry] = field(default_factory=list)  # its leading blocks
-    addresses: tuple[int, ...] = ()  # addresses of the blocks
-    moving: list[Entry] = field(default_factory=list)  # the blocks that follow, on their way there
-    copies: int = 0  # copies of `moving` that have not ended
+    entries: list[Entry] = field(default_factory=list)  # the sequence's leading blocks
+    addresses: tuple[int, ...] = ()  # addresses of these blocks in host memory
+    moving: list[Entry] = field(default_factory=list)  # the next blocks, which are being moved
+    copies: int = 0  # number of blocks in `moving` whose copy has not completed
     failures: int = 0
 
 
@@ -32,14 +32,14 @@ class Offload:
 
     @property
     def moving(self) -> bool:
-        """Return whether blocks are on their way."""
+        """Return whether blocks are being moved."""
         return any(sequence.moving for sequence in self._sequences.values())
 
     def addresses(self, seq: str) -> tuple[int, ...]:
         return self._sequences[seq].addresses if seq in self._sequences else ()
 
     def start(self, seq: str, num_blocks: int) -> bool:
-        """Offload as `KVConnector.offload` says; only where every layer sees every token."""
+        """Offload as documented at `KVConnector.offload`; only if every layer has full attention."""
         if not self._store.keeps or self._kv.windows != (None,):
             return False
         sequence = self._sequences.setdefault(seq, _Offloaded())
@@ -58,13 +58,13 @@ class Offload:
         return True
 
     def poll(self) -> None:
-        """Take blocks that have arrived out of their sequence's table: here, and so never while a step is planned."""
+        """Remove moved blocks from their sequence's table; doing this in poll() means never while a step is planned."""
         for seq, sequence in self._sequences.items():
             if sequence.moving and not sequence.copies:
                 self._take(seq, sequence)
 
     def release(self, seq: str) -> None:
-        """Give up the slots of a sequence that ends."""
+        """Release the slots of a sequence that is being released."""
         if seq in self._sequences:
             sequence = self._sequences.pop(seq)
             self._store.private.release(sequence.entries + sequence.moving)

@@ -1,4 +1,4 @@
-"""Slots of host memory for blocks of a live sequence that the device has no room for: no other sequence finds them."""
+"""Slots of host memory for blocks of a live sequence that the device has no room for; no other sequence finds them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ class PrivateSlots:
         self._host = host
         self._copies = copies
         self._unpin = unpin
-        self._taken = 0  # slots so far, for names that none has twice
+        self._taken = 0  # number of slots taken so far, which makes keys unique
 
     def offload(self, blocks: Sequence[int], on_end: CopyEnd) -> list[Entry] | None:
-        """Copy blocks to slots that stay theirs until release; None if there are not enough."""
+        """Start copying blocks to slots that they keep until release(); None if there are not enough slots."""
         entries: list[Entry] = []
         for _ in blocks:
             self._taken += 1
             entry = self._host.reserve(b"offloaded" + self._taken.to_bytes(8, "little"))
             if entry is None:
                 for taken in entries:
-                    taken.pins = 0  # none of them is ready
+                    taken.pins = 0  # no copy has started
                     self._host.drop(taken)
                 return None
             entry.private = True
-            self._host.pin(entry)  # beside the copy's own
+            self._host.pin(entry)  # in addition to the copy's pin
             entries.append(entry)
         self._copies.start_out(blocks, entries, on_end)
         return entries
 
     def release(self, entries: Sequence[Entry]) -> None:
-        """Give slots up, each at once or when the copy into it has ended."""
+        """Release slots, each at once or when the copy into it has completed."""
         for entry in entries:
             self._unpin(entry)
 
     def address(self, entry: Entry) -> int:
-        """Return where the block lies in host memory."""
+        """Return the block's address in host memory."""
         return self._host.slots.address(entry.slot)

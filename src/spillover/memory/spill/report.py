@@ -1,4 +1,4 @@
-"""What a KV tier has done since the engine was built, as numbers to show or to take differences of."""
+"""The counters of a KV tier since the engine was created, to show or to take differences of."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ COUNTERS = ("bytes_in", "bytes_out", "seconds_in", "seconds_out", "hit_tokens", 
 
 @dataclass(frozen=True)
 class TierReport:
-    """A tier's counters: `in` is towards the tier (a spill), `out` is from it (a restore); seconds of moving bytes."""
+    """A tier's counters: `in` is towards the tier (a spill), `out` from it (a restore); seconds count moving bytes."""
 
     name: str  # "device" | "host" | "pool" | "disk" | "remote", as token sources are named
-    blocks: int  # blocks that hold KV now
-    capacity_blocks: int | None  # None: not known, as of a remote store without a limit
+    blocks: int  # number of blocks that have KV now
+    capacity_blocks: int | None  # maximum number of blocks; None if unknown, as for a remote store without a limit
     bytes_in: int
     bytes_out: int
     seconds_in: float
     seconds_out: float
-    hit_tokens: int  # prompt tokens that came from this tier
-    failures: int  # stores and loads that failed or came too late
-    dropped: int  # blocks that were to be stored here and were not
+    hit_tokens: int  # number of prompt tokens loaded from this tier
+    failures: int  # number of stores and loads that failed or missed their deadline
+    dropped: int  # number of blocks that should have been stored in this tier and were not
     available: bool
-    link_in: float | None  # measured bytes a second towards the tier; None: not measured
+    link_in: float | None  # measured bytes per second towards the tier; None if not measured
     link_out: float | None
 
     @property
     def rate_in(self) -> float | None:
-        """Return the bytes a second while bytes moved; None before the first."""
+        """Return bytes per second of the time in which bytes moved towards the tier; None if none have."""
         return self.bytes_in / self.seconds_in if self.seconds_in > 0 else None
 
     @property
@@ -37,7 +37,7 @@ class TierReport:
 
 
 def by_name(reports: Iterable[TierReport]) -> tuple[TierReport, ...]:
-    """Return tiers of one name, such as two disks, as one: what they hold and did, at the rates of both together."""
+    """Merge the reports of tiers with the same name, such as two disks, into one report with summed numbers."""
     merged: dict[str, TierReport] = {}
     for report in reports:
         before = merged.get(report.name)

@@ -1,8 +1,8 @@
-"""Blocks that come back from other tiers: where a prompt's blocks are stored, and the loads of one sequence.
+"""Restoring blocks from other tiers: the lookup of a prompt's blocks, and the loads of one sequence.
 
-A sequence's table covers the blocks that are being loaded, as it covers those that are being computed. Any block whose
-load fails is computed instead; any run of loaded blocks is skipped when the computing front reaches it. So a long
-prefix can be computed from the front while it is loaded from the back, until the two meet.
+A sequence's table covers the blocks that are being loaded, as it covers those that are being computed. A block whose
+load fails is computed instead; a run of loaded blocks is skipped when the computation reaches it. So a long prefix can
+be computed from the front while it is loaded from the back, until the two meet.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from spillover.memory.spill.loads import Load, LoadState, Search
 from spillover.memory.spill.restore_plan import ComputeCost
 from spillover.memory.spill.store import SpillStore
 
-TIERS = ("host", "pool", "disk", "remote")  # nearest first
-STARTED_AT_ONCE = 128  # blocks whose loads are started before the next are looked at
-ASKED_AT_ONCE = 32  # blocks whose keys are digested before host memory is asked for them
-COMING_SECONDS = 1.0  # at most, for blocks that another engine is storing
-AGAIN_SECONDS = 0.002  # between two questions for them
-LEAST_SECONDS = 0.01  # without one more of them, before they are given up: less than the step that computes them takes
+TIERS = ("host", "pool", "disk", "remote")  # names of the tiers, nearest first
+STARTED_AT_ONCE = 128  # number of blocks whose loads are started together
+ASKED_AT_ONCE = 32  # number of blocks whose keys are digested together before a lookup in host memory
+COMING_SECONDS = 1.0  # maximum wait in seconds for blocks that another engine is storing
+AGAIN_SECONDS = 0.002  # seconds between two lookups of these blocks
+LEAST_SECONDS = 0.01  # minimum wait in seconds for one more of them: shorter than the step that would compute them
 
 
 class Stored(NamedTuple):
     """Consecutive blocks of a prompt that can be loaded."""
 
-    tiers: list[str]  # per block, the farthest that one of its layer groups lies in
-    keys: list[bytes]  # of a block's groups one after the other
+    tiers: list[str]  # per block, the farthest of the tiers that store its layer groups
+    keys: list[bytes]  # keys of all blocks; those of a block's layer groups are consecutive
 
 
 class Restore:
     """The loads of one sequence, by block."""
 
     def __init__(self, kv: KVCache, store: SpillStore, seq: str, first: int, stored: Stored, backwards: bool) -> None:
-        """Start loading the sequence's blocks from `first` on, which its tables cover."""
-        self.end = first + len(stored.tiers)  # the block after the last that is loaded
+        """Start loading the sequence's blocks from index `first` on, which its tables cover."""
+        self.end = first + len(stored.tiers)  # index after the last block to load
         self._kv = kv
         self._store = store
         self._first = first
         self._tiers = stored.tiers
         self._windowed = any(window is not None for window in kv.windows)
         self._failed = False
-        self._left = 0  # loads that have not ended
+        self._left = 0  # number of blocks whose load has not completed
         self._deadline = 0.0
         width, count = len(kv.windows), len(stored.tiers)
-        # Those of a block's layer groups one after the other; None where a block lies behind the window.
+        # The load of each block; those of a block's layer groups are consecutive. None for blocks outside the window.
         self._loads: list[Load | None] = [None] * (count * width)
         tables = [kv.table(seq, group)[first : self.end] for group in range(width)]
-        to = list(chain.from_iterable(zip(*tables, strict=True)))  # the device blocks, as `_loads`
+        to = list(chain.from_iterable(zip(*tables, strict=True)))  # device blocks, in the order of `_loads`
         wanted = [place for place, block in enumerate(to) if block]
         if backwards:
             wanted.reverse()
         batch = store.copies.batch
-        at_once = STARTED_AT_ONCE // batch * batch or STARTED_AT_ONCE  # whole copies, if one is not more
-        for start in range(0, len(wanted), at_once):  # the link is busy with some while the next are started
+        at_once = STARTED_AT_ONCE // batch * batch or STARTED_AT_ONCE  # a multiple of the batch, unless that is larger
+        for start in range(0, len(wanted), at_once):  # the link copies some while the next are started
             places = wanted[start : start + at_once]
             self._start(places, [to[place] for place in places], [stored.keys[place] for place in places],
                         [stored.tiers[place // width] for place in places])
@@ -74,7 +74,7 @@ class Restore:
         for load in loads:
             load.on_end = self._on_end
         under_way = [load for load in loads if load.state is not LoadState.FAILED]
-        if len(under_way) < len(loads):  # some have failed at once
+        if len(under_way) < len(loads):  # some failed immediately
             self._failed = True
             blocks = [block for block, load in zip(blocks, each, strict=True) if load.state is not LoadState.FAILED]
         self._left += len(blocks)
@@ -86,11 +86,11 @@ class Restore:
         return self._left > 0
 
     def broken(self, now: float) -> bool:
-        """Return whether the sequence must start over: a copy does not end, or a window misses what it must see."""
+        """Return whether the sequence must start over: a load missed its deadline, or a window lacks a block."""
         return (self._left > 0 and now > self._deadline) or (self._windowed and self._failed)
 
     def loaded(self, index: int) -> dict[str, int]:
-        """Return by tier how many blocks from `index` on have been loaded, up to the first that has not."""
+        """Return by tier how many blocks from `index` on have been loaded, up to the first that has not been."""
         counts: dict[str, int] = {}
         if index < self._first or (self._windowed and (self._left or self._failed)):
             return counts
@@ -101,12 +101,12 @@ class Restore:
                     if load.state is not LoadState.DONE:
                         return counts
                     tier = load.tier if tier in ("", load.tier) else max(tier, load.tier, key=TIERS.index)
-            tier = tier or found  # behind every layer's window, so that nothing of it had to be loaded
+            tier = tier or found  # outside every layer's window, so no part of it had to be loaded
             counts[tier] = counts.get(tier, 0) + sum(1 for _ in run)
         return counts
 
     def limit(self, index: int) -> int | None:
-        """Return the first block from `index` on that need not be computed, because it is loaded or may be soon."""
+        """Return the index of the first block from `index` on that is loaded or may be soon; None if there is none."""
         start = max(index, self._first)
         for at, row in enumerate(self._rows(start), start):
             if all(load is None or load.state is not LoadState.FAILED for load in row):
@@ -132,24 +132,24 @@ class Restore:
 
 @dataclass
 class _Lookup:
-    """What is asked for a waiting sequence: the blocks from `start` on, which the device did not have."""
+    """The lookup of a waiting sequence: its blocks from index `start` on, which the device did not have."""
 
     start: int
-    keys: list[bytes]  # of a block's groups one after the other; not all of them yet
-    rest: Iterator[bytes]  # the others, digested one by one as somebody wants to know
-    search: Search  # for the keys that there were when it began
-    missing: int = -1  # keys that no tier had when it was last looked, of blocks that are coming; -1: not looked yet
-    since: float = 0.0  # the first look, ...
-    latest: float = 0.0  # ... and the last that found more
-    again: float = 0.0  # when to ask again
+    keys: list[bytes]  # keys digested so far; those of a block's layer groups are consecutive
+    rest: Iterator[bytes]  # the remaining keys, digested when they are needed
+    search: Search  # the search for the keys digested before it began
+    missing: int = -1  # number of keys that no tier had at the last check of waits(); -1 before the first
+    since: float = 0.0  # time of the first check
+    latest: float = 0.0  # time of the last check that found more keys
+    again: float = 0.0  # time of the next search
 
     def digest(self, end: int) -> None:
-        """Digest keys until there are n of them, or all."""
+        """Digest keys until there are `end` of them, or all."""
         self.keys.extend(islice(self.rest, max(0, end - len(self.keys))))
 
 
 class Lookups:
-    """What the tiers hold of prompts that wait. One search a sequence, made when it is queued."""
+    """The lookups of waiting prompts in the tiers. Each sequence has one search, made when it is queued."""
 
     def __init__(self, kv: KVCache, store: SpillStore) -> None:
         self._kv = kv
@@ -158,8 +158,8 @@ class Lookups:
         self._prefetches: dict[str, list[Load]] = {}
 
     def ask(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
-        """Ask the tiers for what the device does not have of a prompt, and bring what lies far away nearer; return
-        whether every tier has answered, or had its time to. Host memory answers at once, when it matters."""
+        """Look up the part of a prompt that the device lacks, and prefetch blocks from slow tiers; return whether every
+        tier has answered or timed out. Host memory, which answers at once, is checked again in found()."""
         if not self._store.tiers:
             return True
         if seq not in self._lookups:
@@ -167,8 +167,8 @@ class Lookups:
         return self._lookups[seq].search.ready(time.monotonic())
 
     def waits(self, seq: str, cost: ComputeCost, now: float) -> bool:
-        """Return whether to wait for blocks that another engine is storing: while they keep coming, and the next is not
-        later than computing those that are missing would take."""
+        """Return whether to wait for blocks that another engine is storing: while more of them keep arriving, each
+        within the time that computing the missing ones would take."""
         lookup = self._lookups.get(seq)
         missing = 0 if lookup is None else lookup.search.sources.count(None)
         if lookup is None or not missing:
@@ -189,10 +189,10 @@ class Lookups:
         return True
 
     def found(self, seq: str, tokens: Sequence[int], salt: str | None, have: int) -> Stored:
-        """Return the blocks after the first `have`, as far as they can be restored."""
+        """Return the blocks after the first `have` that can be restored."""
         if (len(tokens) - 1) // self._kv.block_size <= have:
             return Stored([], [])
-        if seq not in self._lookups or self._lookups[seq].start > have:  # the device has lost some of its blocks since
+        if seq not in self._lookups or self._lookups[seq].start > have:  # the device evicted some of its blocks since
             self.forget(seq)
             self._start(seq, tokens, *self._kv.ready_prefix(seq, salt))
         lookup, width = self._lookups[seq], len(self._kv.windows)
@@ -203,7 +203,7 @@ class Lookups:
             lookup.digest(at + at_once)
             keys = lookup.keys[at : at + at_once]
             part = lookup.search.sources[at : at + at_once]
-            if None in part or not part:  # not asked for, or it may have left the device since
+            if None in part or not part:  # not searched for, not found, or spilled since the search
                 part = [tier or near for tier, near in zip_longest(part, self._store.near(keys))]
             tiers += part
             rows = range(at - first, len(tiers), width) if None in part else ()
@@ -225,11 +225,11 @@ class Lookups:
             self._store.drop(load)
 
     def _start(self, seq: str, tokens: Sequence[int], start: int, digest: bytes) -> None:
-        """Ask for the blocks from `start` on, which follow a prefix with this digest."""
+        """Start the lookup of the blocks from `start` on, which follow a prefix with this digest."""
         size = self._kv.block_size
         tail = tokens[start * size : len(tokens) - 1]  # one token is always left to compute
         rest = prefix_keys(tail, size, digest, len(self._kv.windows))
-        # Host memory answers at once whenever it is asked; the other tiers are asked for all before it matters.
+        # Host memory answers at once, so its keys are digested in found(); other tiers are asked for all keys now.
         keys = list(rest) if self._store.tiers else []
         search = self._store.search(keys)
         self._lookups[seq] = lookup = _Lookup(start, keys, rest, search)
@@ -237,7 +237,7 @@ class Lookups:
             self._prefetch(seq, lookup)
 
     def _prefetch(self, seq: str, lookup: _Lookup) -> None:
-        """Bring what is on disk or in a remote store to host memory while the request waits, within half of it."""
+        """Load blocks of lower tiers to at most half of host memory while the request waits."""
         wanted = [(key, tier) for key, tier in zip(lookup.keys, lookup.search.sources, strict=True)
                   if tier is not None and tier != "host" and not self._store.direct.reaches(tier)]
         room = self._store.prefetch_room - sum(len(loads) for loads in self._prefetches.values())

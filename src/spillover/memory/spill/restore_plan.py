@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-LEARN_TOKENS = 64  # a step that prefills this many tells how long a token takes
-SHARE = 0.1  # a part smaller than this share of the prefix is not worth splitting it for
-WORTH = 0.8  # most time of both together over that of one way: rates are estimates, and a split costs steps
+LEARN_TOKENS = 64  # minimum number of prefill tokens in a step that updates the estimate of time per token
+SHARE = 0.1  # minimum share of the prefix that either part must have, for it to be split
+WORTH = 0.8  # maximum ratio of the time with a split to that without: rates are estimates, and a split costs steps
 
 
 def first_to_load(
@@ -18,11 +18,10 @@ def first_to_load(
     step_seconds: float,
     may_split: bool,
 ) -> int:
-    """Return the first of consecutive stored blocks to load: those before it are computed. len(sources): none.
-
-    Loading n blocks takes load_seconds(tier, n), computing them compute_seconds each. The two run at the same time, so
-    the best place to meet is where both take as long; but computing takes a step more than loading alone would, which
-    costs step_seconds however few its tokens; and it has to be worth it. `may_split` says whether both may be done.
+    """Return the index of the first of consecutive stored blocks to load: those before it are computed; len(sources) if
+    none is to be loaded. Loading n blocks takes load_seconds(tier, n), computing them compute_seconds each. Both run
+    concurrently, so the best split is where both take equally long. But a split needs one more step than loading alone,
+    which takes step_seconds however few its tokens, and must save enough time. `may_split`: whether a split is allowed.
     """
     blocks = len(sources)
     if mode == "never" or not blocks:
@@ -42,15 +41,15 @@ def first_to_load(
 
 
 class ComputeCost:
-    """How long computing takes, as steps have shown."""
+    """The time that computing takes, measured from completed steps."""
 
     def __init__(self, token_seconds: float | None) -> None:
-        self.token_seconds = token_seconds  # prefill time per token, as lately measured; None: not known
+        self.token_seconds = token_seconds  # recently measured prefill time per token; None if unknown
         self.step_seconds = math.inf  # time of the shortest step with a prefill
 
     def observe(self, prefill_tokens: int, num_tokens: int, seconds: float) -> None:
-        """Learn from a step. A faster prefill counts at once: the slower ones before it were held up by something, such
-        as their first use of a kernel."""
+        """Update from a completed step. A faster prefill is adopted at once: the slower ones before it were delayed by
+        something, such as the first use of a kernel."""
         if prefill_tokens:
             self.step_seconds = min(self.step_seconds, seconds)
         if prefill_tokens >= LEARN_TOKENS:

@@ -1,7 +1,7 @@
-"""Decides which device blocks are copied down and when, so that evicting a block seldom loses it and never waits.
+"""Decides which device blocks are spilled and when, so that evicting a block seldom loses it and never waits.
 
-Blocks that nobody holds are copied ahead of need, oldest first. Whoever needs room at once may take a block that was
-not copied yet; whoever can wait is told to, for a moment.
+Blocks that no sequence holds are copied before their room is needed, oldest first. An urgent request for room may evict
+a block that was not copied yet; any other request for room has to wait for copies, for a short time.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from spillover.memory.kv.prefix_tree import PrefixTree
 from spillover.memory.spill.host import Entry
 from spillover.memory.spill.store import SpillStore
 
-# How long a request that wants room waits for copies before blocks are lost instead: for half of it none, for the other
-# half the oldest in host memory, then those it wants to overwrite.
+# How long a request for room waits for copies before blocks are lost. In the first half of this time none is lost, in
+# the second half the oldest in host memory may be, and after it the device blocks that are to be overwritten.
 PATIENCE_SECONDS = 0.1
-AHEAD = 32  # blocks whose copies are begun at a time ahead of need: beginning them takes time between two steps
+AHEAD = 32  # maximum number of early copies to start at once: starting them takes time between two steps
 
 
 class Spiller:
     def __init__(self, pool: BlockPool, tree: PrefixTree, store: SpillStore, margin: int) -> None:
-        """Spill ahead of need. `margin`: blocks to be had at any time without a copy."""
-        # Blocks that urgent requests may want at any moment. Others leave as many free: what is evictable may not be
-        # had at once, since of a prefix the end goes first, and that may be in flight.
+        """Spill before room is needed. `margin`: number of blocks to keep available without waiting for a copy."""
+        # Number of blocks that urgent requests may need at any time. Other requests leave this many free: an evictable
+        # block may not be available at once, since a prefix is evicted from its end, which may be in flight.
         self.reserve = 0
         self._pool = pool
         self._tree = tree
         self._store = store
         self._margin = margin
-        self._least = max(1, min(AHEAD, margin // 4))  # copies that are worth beginning before somebody needs them
-        self._dirty: OrderedDict[int, None] = OrderedDict()  # to be copied; idle ones in the order they became so
-        self._idle: set[int] = set()  # held by nobody, in flight or not
-        self._unwanted: set[int] = set()  # not worth a copy: may go as they are
-        self._failed: set[int] = set()  # their copy failed: likewise, until they are used again
+        self._least = max(1, min(AHEAD, margin // 4))  # minimum number of early copies worth starting
+        self._dirty: OrderedDict[int, None] = OrderedDict()  # blocks to copy; idle ones in the order they became idle
+        self._idle: set[int] = set()  # blocks that no sequence holds, including those in flight
+        self._unwanted: set[int] = set()  # blocks not worth a copy, which may be evicted without one
+        self._failed: set[int] = set()  # blocks whose copy failed: may be evicted without one, until used again
         self._copying: set[int] = set()
-        self._impatient_at: float | None = None
+        self._impatient_at: float | None = None  # when waiting requests for room may lose blocks; None: none waits
         tree.listeners.append(self)
 
-    # What the tree tells
+    # Listener of the prefix tree
 
     def on_cached(self, blocks: Sequence[int]) -> None:
         if self._store.eager:
@@ -67,10 +67,10 @@ class Spiller:
         for kept in (self._idle, self._unwanted, self._failed):
             kept.difference_update(blocks)
 
-    # What the cache asks
+    # Evictor of the KV cache
 
     def poll(self) -> None:
-        """Start copies that will soon be wanted."""
+        """Start copies that will soon be needed."""
         self._evict(self.reserve, lossy=False)
         if self._store.eager:
             self._spill(min(len(self._dirty), self._store.room))
@@ -81,23 +81,23 @@ class Spiller:
 
     @property
     def waiting(self) -> bool:
-        """Return whether blocks want a copy that has not begun."""
+        """Return whether any block to copy still waits for its copy to start."""
         return bool(self._dirty)
 
     @property
     def low(self) -> bool:
-        """Return whether few blocks are left that can be had without a copy, those counted whose copy is under way."""
+        """Return whether few blocks are available without starting another copy, counting those in flight."""
         return bool(self._dirty) and 4 * self._ready() < self._margin
 
     def make_room(self, blocks: int, urgent: bool) -> bool:
-        """Free blocks until n are free. `urgent`: also those that no tier has."""
+        """Evict until n blocks are free; return whether they are. `urgent`: also evict blocks that no tier has."""
         now = time.monotonic()
         impatient = urgent or (self._impatient_at is not None and now >= self._impatient_at)
         wanted = blocks if impatient else blocks + self.reserve
         if self._evict(wanted, lossy=False):
             self._served(urgent)
             return True
-        self._store.take_spilled()  # what has been copied by now need not be lost, nor waited for
+        self._store.take_spilled()  # blocks copied by now can be evicted without loss or waiting
         if self._evict(wanted, impatient):
             self._served(urgent)
             return True
@@ -109,18 +109,18 @@ class Spiller:
         return False
 
     def _served(self, urgent: bool) -> None:
-        """Forget since when somebody waits for room, unless an urgent one was served before it."""
+        """Reset the waiting time for room, unless it was an urgent request that got room."""
         if not urgent:
             self._impatient_at = None
 
     def flush(self) -> bool:
-        """Start copying what nobody holds and no tier has; return whether there was any."""
+        """Start copying all blocks that no tier has; return whether any copy was started."""
         before = len(self._copying)
         self._spill(len(self._dirty))
         return len(self._copying) > before
 
     def may_go(self, blocks: Sequence[int]) -> bool:
-        """Return whether these blocks, which nobody holds, may leave the device as they are; if not, copies begin."""
+        """Return whether these unreferenced blocks may leave the device without another copy; if not, start copies."""
         dirty = [block for block in blocks if not self._clean(block)]
         for block in reversed(dirty):
             self._dirty.move_to_end(block, last=False)
@@ -139,12 +139,12 @@ class Spiller:
             assert self._pool.state(block) not in (FREE, FILLING)
 
     def _ready(self) -> int:
-        """Return the blocks that can be had without a copy, now or once those under way have ended."""
+        """Return the number of blocks available without starting another copy, now or once those in flight complete."""
         clean = len(self._idle) - len(self._idle & self._copying) - len(self._dirty)
         return self._pool.free + max(0, clean) + len(self._copying)
 
     def _evict(self, wanted: int, lossy: bool) -> bool:
-        """Evict until n blocks are free; return whether they are. `lossy`: also what no tier has."""
+        """Evict until n blocks are free; return whether they are. `lossy`: also evict blocks that no tier has."""
         clean = self._clean
 
         def may_go(blocks: Sequence[int]) -> bool:
@@ -159,16 +159,16 @@ class Spiller:
         return self._tree.evict(wanted, may_go)
 
     def _clean(self, block: int) -> bool:
-        """Return whether the block may leave the device as it is."""
+        """Return whether the block may leave the device without another copy."""
         if block in self._unwanted or block in self._failed or self._store.holds(self._tree.key(block)):
             self._dirty.pop(block, None)
             return True
-        if block not in self._dirty:  # it was stored once, and the tiers have lost it since
+        if block not in self._dirty:  # it was stored before, and the tiers have lost it since
             self._dirty[block] = None
         return False
 
     def _spill(self, count: int, lossy: bool = False) -> None:
-        """Start copies of the oldest blocks that want one."""
+        """Start copies of up to `count` blocks to copy, oldest first."""
         items: list[tuple[bytes, int]] = []
         settled: list[int] = []
         state, key_of, store = self._pool.state, self._tree.key, self._store
@@ -196,10 +196,10 @@ class Spiller:
         self._copying.update(accepted)
 
     def _spilled(self, blocks: Sequence[int], entries: Sequence[Entry]) -> None:
-        """Take in the end of a copy. A block that host memory did not get, or has let go of again, has failed."""
+        """Process a completed copy. A block that host memory did not receive, or no longer has, counts as failed."""
         self._copying.difference_update(blocks)
         self._tree.end_copy(blocks)
-        # Some were perhaps let go of while they were in flight.
+        # Some may have been released by their sequence while in flight.
         self._idle.update(block for block in blocks if self._pool.state(block) is EVICTABLE)
         for block, entry in zip(blocks, entries, strict=True):
             if entry.slot < 0 and self._pool.cached(block) and not self._store.holds(self._tree.key(block)):

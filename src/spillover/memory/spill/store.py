@@ -1,9 +1,9 @@
-"""Everything below the device: stored blocks in host memory, on disk and in a remote store, and the copies between.
+"""All tiers below the device: blocks stored in host memory, shared pool, disks and remote store, and their copies.
 
-A block leaves the device into a slot of host memory and from there goes down to the tiers below; it comes back the same
-way. Copies run on threads of their own; all bookkeeping is done on the engine's thread, in poll(). Without a host tier
-a few slots still stand in for one, and an entry is forgotten as soon as nothing relies on it. A tier in memory that is
-mapped here needs no slot (see direct.py).
+A block is copied from the device to a slot of host memory, and from there to the tiers below; it is restored the same
+way. Copies run on separate threads; all bookkeeping is done on the engine's thread, in poll(). Without a host tier a
+few staging slots are used, and an entry is dropped as soon as it is not pinned. A tier whose memory this process has
+mapped needs no slot (see direct.py).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from spillover.memory.spill.write_down import WriteDown
 from spillover.memory.tiers.base import Tier
 from spillover.memory.transfer.link import DeviceLink
 
-LINK_RATE = 10e9  # bytes a second, where the link was not measured
-LOAD_SECONDS = 15.0  # deadline of a load, waiting for a slot included
-LOAD_PATIENCE = 0.1  # seconds that it waits for a slot before a block that no tier below has goes for it
+LINK_RATE = 10e9  # assumed bytes per second of a link that was not measured
+LOAD_SECONDS = 15.0  # deadline of a load in seconds, including the wait for a slot
+LOAD_PATIENCE = 0.1  # seconds that a load waits for a slot before it may evict a block that no tier below has
 
 
 class SpillStore:
@@ -47,15 +47,15 @@ class SpillStore:
         link_rates: dict[str, tuple[float | None, float | None]] | None = None,
         wake: threading.Event | None = None,
     ) -> None:
-        """Start the lanes. `rates`: bytes a second that loads from each tier reach, until they are seen; `link_rates`:
-        measured (towards the tier, from it), to hold what was reached against. Tiers set `wake` when work ends."""
+        """Start the lanes. `rates`: bytes per second of loads from each tier, until measured; `link_rates`: measured
+        rates (towards the tier, from it), reported next to those reached. Tiers set `wake` when work completes."""
         self.link = link
         self.tiers = tuple(tiers)
         self.eager = eager
         self.keeps = host_blocks > 0
         self.rates = TierRates(rates or {})
         self.spilled_blocks = 0
-        self.dropped = 0  # blocks that left the device before they could be copied
+        self.dropped = 0  # number of blocks that left the device before they could be copied
         self._host = HostCache(Slots(link.allocate, link.slot_bytes, host_blocks or staging_blocks))
         self._admission = admission or Always()
         self._link_rates = link_rates or {}
@@ -66,32 +66,32 @@ class SpillStore:
         self._fetches: list[Fetch] = []
         self._below = Below(self.tiers, self._found_below)
         self._writes = WriteDown(self._host, self.tiers, self._admission, self._below.offered, self._unpin)
-        self._queue: deque[Load] = deque()  # without a slot yet
-        self._copyable: list[Load] = []  # held, with a block to go to
-        self._waiters: dict[bytes, list[Load]] = {}  # loads of an entry that is still arriving
+        self._queue: deque[Load] = deque()  # loads that have no slot yet
+        self._copyable: list[Load] = []  # held loads with a target block on the device
+        self._waiters: dict[bytes, list[Load]] = {}  # key -> loads that wait for its entry to be filled
         self._hits: dict[str, int] = {}
-        self._short = 0  # blocks that lately found no slot
+        self._short = 0  # number of blocks that found no slot in the latest spill()
 
     # Spilling
 
     def holds(self, key: bytes) -> bool:
-        """Return whether the block can leave the device without being lost, as far as is known here."""
+        """Return whether the block is known to be stored or settled, so that it can leave the device without a copy."""
         return self._host.use(key) is not None or self._below.settled(key)
 
     def doubted(self, key: bytes) -> bool:
-        """Return whether a tier is being asked for the block: it will soon be known if it can leave the device."""
+        """Return whether a lookup in a tier is pending that decides whether the block can leave the device."""
         return self._below.doubted(key) and self._host.get(key) is None
 
     def used(self, keys: Iterable[bytes]) -> None:
-        """Note that a request has used the blocks, so they are to be kept: a tier that lost one is offered it again."""
+        """Note that a request has used the blocks, so they should be kept: those that a tier lost are offered again."""
         for key in keys if self.tiers else ():
             self._below.used(key)
             if not self._below.has(key):
                 self._found_below(key, False)
 
     def spill(self, items: Sequence[tuple[bytes, int]], on_end: CopyEnd, lossy: bool = False) -> int:
-        """Start copies of device blocks, in order; returns how many of them found a slot. A block stays as it is until
-        `on_end` is told of it. `lossy`: older blocks in host memory that no tier below has may go for it."""
+        """Start copies of device blocks, in order; return how many got a slot. A block must not change before `on_end`
+        is called with it. `lossy`: older blocks in host memory that no tier below has may be evicted for them."""
         if self.direct.spills:
             return self.direct.start_out(items, on_end)
         entries: list[Entry] = []
@@ -106,13 +106,13 @@ class SpillStore:
 
     @property
     def room(self) -> int:
-        """Return the most blocks that could be spilled now."""
+        """Return the maximum number of blocks that could be spilled now."""
         if self.direct.spills:
             return self.direct.room
         return self._host.spare if self.tiers else self._host.slots.limit
 
     def wanted(self, key: bytes) -> bool:
-        """Return whether the block is worth a place in the tier next to the device."""
+        """Return whether the admission policy accepts the block for the tier next to the device."""
         return self._admission.admit(key, "host" if self.keeps else self.tiers[0].name if self.tiers else "host")
 
     # Finding and loading
@@ -125,7 +125,7 @@ class SpillStore:
         return search
 
     def search_again(self, search: Search, keys: Sequence[bytes]) -> None:
-        """Ask the tiers for what was not found, of the keys that the search was made with."""
+        """Look up the keys of the search that were not found in the tiers again."""
         for tier in self.tiers:
             missing = [index for index, source in enumerate(search.sources) if source is None]
             if missing:
@@ -133,12 +133,12 @@ class SpillStore:
                 search.ready(time.monotonic())
 
     def near(self, keys: Sequence[bytes]) -> list[str | None]:
-        """Return for each block the tier that has it, among those that can say so at once."""
+        """Return the tier that is known to have each block; None if that would take a lookup or no tier has it."""
         return ["host" if self._ready(key) else self._lower(key) for key in keys]
 
     def open(self, keys: Sequence[bytes], tiers: Sequence[str]) -> list[Load]:
-        """Start bringing blocks to host memory from where they were found; each stays there until it is copied or
-        dropped. Returns loads of consecutive blocks, in order: those that are there already go by runs."""
+        """Start fetching blocks to host memory from the tiers where they were found; each stays pinned there until it
+        is copied or dropped. Return the loads in order: consecutive blocks already in host memory share one load."""
         deadline = time.monotonic() + LOAD_SECONDS
         loads: list[Load] = []
         for key, tier in zip(keys, tiers, strict=True):
@@ -155,7 +155,7 @@ class SpillStore:
         return loads
 
     def send(self, loads: Sequence[Load], blocks: Sequence[int]) -> None:
-        """Send loads to device blocks, each of which stays in flight until its load's `on_end`."""
+        """Copy loads to device blocks, each of which stays in flight until its load's `on_end`."""
         at = 0
         for load in loads:
             load.blocks = blocks[at : at + len(load.keys)]
@@ -166,29 +166,29 @@ class SpillStore:
         self._flush_copies()
 
     def drop(self, load: Load) -> None:
-        """Drop a load that nobody wants any more. One that is being copied ends by itself; any other ends at once."""
+        """Cancel a load that is no longer needed. One that is being copied completes; any other ends at once."""
         if load.pending and load.state is not LoadState.COPYING:
             self._end([load], LoadState.FAILED)
 
     @property
     def prefetch_room(self) -> int:
-        """Return the blocks that requests which still wait may bring to host memory."""
+        """Return the maximum number of blocks that waiting requests may prefetch to host memory."""
         return self._host.slots.limit // 2
 
     def count_hit(self, tier: str, tokens: int) -> None:
         self._hits[tier] = self._hits.get(tier, 0) + tokens
 
     def seconds(self, tier: str, blocks: int) -> float:
-        """Return how long loading n blocks from the tier takes, as far as is known."""
+        """Estimate how long loading n blocks from the tier takes."""
         way = {tier} if self.direct.reaches(tier) else {tier, "host"}
         return self.rates.seconds(way, blocks * self.link.slot_bytes)
 
-    # Time passing
+    # Progress
 
     @property
     def busy(self) -> bool:
-        """Return whether something is under way that poll() would take further. A tier that hangs keeps nobody waiting:
-        what is past its deadline does not count."""
+        """Return whether anything is in progress that poll() would advance. Work past its deadline does not count, so a
+        tier that hangs stalls no caller."""
         if self.copying or self._queue or self._copyable or self._below.busy:
             return True
         now = time.monotonic()
@@ -197,22 +197,22 @@ class SpillStore:
 
     @property
     def copying(self) -> bool:
-        """Return whether blocks are on their way to or from the device."""
+        """Return whether blocks are being copied to or from the device."""
         return self.copies.busy or self.direct.busy
 
     def wait(self, seconds: float) -> None:
-        """Wait until something may have ended."""
+        """Wait until some work may have completed, for at most this many seconds."""
         self._wake.wait(seconds)
 
     def poll(self) -> None:
-        """Take in what has ended and start what can go on."""
+        """Process completed work and start the work that follows."""
         self._wake.clear()
         for tier in self.tiers:
             tier.poll()
         self.take_spilled()
         loaded = self.copies.loaded or self.direct.loaded
         self._go_on()
-        if loaded:  # whose request can go on at once
+        if loaded:  # a request can continue at once
             self._wake.set()
         self._below.poll()
         self._writes.take()
@@ -226,7 +226,7 @@ class SpillStore:
             self._go_on()
 
     def take_spilled(self) -> None:
-        """Do the part of poll() that gives device blocks back."""
+        """Do the part of poll() that frees device blocks."""
         for copy, seconds in self.copies.take_out():
             self.spilled_blocks += len(copy.blocks) if seconds is not None else 0
             self._arrived(copy.entries, seconds is not None, safe=not self.tiers)
@@ -238,7 +238,7 @@ class SpillStore:
             direct.on_end([direct.block], [Entry(direct.key, -1)])
 
     def flush(self, deadline: float) -> None:
-        """Write what only host memory has to the tiers below, as far as the deadline allows."""
+        """Write blocks that only host memory has to the tiers below, until the deadline."""
         while self.tiers and time.monotonic() < deadline:
             self.poll()
             self._writes.until(self._host.slots.limit)
@@ -247,7 +247,7 @@ class SpillStore:
             self.wait(0.05)
 
     def clear(self, external: bool = False) -> None:
-        """Forget stored blocks in host memory; with `external` also those on disk and in the remote store."""
+        """Forget stored blocks in host memory; with `external` also those in the tiers below it."""
         self._host.clear()
         if external:
             self._below.clear()
@@ -255,14 +255,14 @@ class SpillStore:
                 tier.clear()
 
     def close(self, deadline: float) -> None:
-        """End every thread; the link's memory is freed only when no copy can touch it any more."""
+        """Stop all threads; the link's memory is freed only if no copy can access it any more."""
         for tier in self.tiers:
             tier.close(deadline)
         if self.copies.close(deadline) and self.direct.ended:
             self.link.close()
 
     def tell(self, events: BlockEvents) -> None:
-        """Tell what host memory and the tiers that know what they hold have now, and whatever comes and goes."""
+        """Report the blocks of host memory and of tiers that know what they hold to `events`, and later changes."""
         if self.keeps:
             self._host.tell(events)
         for tier in self.tiers:
@@ -283,33 +283,33 @@ class SpillStore:
             found = next(entry.pins for entry in self._host if entry.slot == slot)
             assert found >= count, f"slot {slot} has {found} pins but {count} copies"
 
-    # Inside
+    # Internal methods
 
     def _ready(self, key: bytes) -> Entry | None:
         entry = self._host.use(key)
         return entry if entry is not None and entry.ready else None
 
     def _lower(self, key: bytes) -> str | None:
-        """Return a tier below host memory that has the block, as far as can be said at once."""
+        """Return a tier below host memory that is known to have the block."""
         return next((tier.name for tier in self.tiers if self._below.has(key, tier)), None)
 
     def _found_lower(self, load: Load) -> bool:
-        """Return whether a tier below host memory has the block, perhaps another than the one it was found in."""
+        """Return whether a tier below host memory has the block; update load.tier if it is no longer the same one."""
         if any(tier.name == load.tier and tier.has(load.keys[0]) is not False for tier in self.tiers):
             return True
-        # A mapped tier says whether it has a block when it is asked to load it, which is quick.
+        # A mapped tier is tried without a lookup: its load fails quickly if it does not have the block.
         found = self.direct.tier.name if self.direct.tier is not None else self._lower(load.keys[0])
         load.tier = found or "host"
         return found is not None
 
     def _flush_copies(self) -> None:
-        """Hand to the link what can be copied now."""
+        """Start the copies to the device that can be started now."""
         self.copies.start_in([load for load in self._copyable if load.entries])
         self.direct.start_in([load for load in self._copyable if not load.entries])
         self._copyable.clear()
 
     def _go_on(self) -> None:
-        """Take loads as far as they can go."""
+        """Advance all loads as far as possible."""
         for copy, seconds in self.copies.take_in():
             if seconds:
                 self.rates.observe("host", len(copy.blocks) * self.link.slot_bytes, seconds)
@@ -330,7 +330,7 @@ class SpillStore:
         (key,), ok = load.keys, bool(copy.ticket.result())
         self._below.answered(tier, key, ok)
         if ok:
-            self._below.ask(key)  # has the last tier it, too?
+            self._below.ask(key)  # look up whether the last tier has it, too
             self.rates.observe(tier.name, copy.place * self.link.slot_bytes, copy.ticket.at - copy.started)
         lower = None if ok else self._further(key, tier)
         if lower is None:
@@ -340,7 +340,7 @@ class SpillStore:
             self._queue.append(load)
 
     def _further(self, key: bytes, tier: Tier) -> Tier | None:
-        """Return a tier further down that has the block, as far as can be said at once."""
+        """Return a tier below the given one that is known to have the block."""
         return next((each for each in self.tiers[self.tiers.index(tier) + 1 :] if self._below.has(key, each)), None)
 
     def _take_fetches(self, now: float) -> None:
@@ -353,22 +353,22 @@ class SpillStore:
                     pending.append(another)
                     continue
                 if ok:
-                    self._below.ask(fetch.entry.key)  # a tier that is nearer had it: has the last one, too?
-                    seconds = fetch.ticket.at - fetch.started  # not now: a step may have run meanwhile
+                    self._below.ask(fetch.entry.key)  # look up whether the last tier has it, too
+                    seconds = fetch.ticket.at - fetch.started  # not `now`: a step may have run in between
                     self.rates.observe(fetch.tier.name, fetch.place * self.link.slot_bytes, seconds)
                 safe = not self._below.doubted(fetch.entry.key)
                 if ok and safe:
                     self._writes.promote(fetch.entry, fetch.tier)
                 self._arrived([fetch.entry], ok, safe, fetch.tier.name)
                 continue
-            if fetch.ticket.expired(now):  # those who wait stop waiting; the slot stays until the worker lets go of it
+            if fetch.ticket.expired(now):  # the waiting loads fail; the slot stays until the worker no longer uses it
                 fetch.ticket.cancel()
                 self._end([load for load in self._waiters.pop(fetch.entry.key, ()) if load.pending], LoadState.FAILED)
             pending.append(fetch)
         self._fetches = pending
 
     def _fetch_lower(self, failed: Fetch, now: float) -> Fetch | None:
-        """Fetch the block from a tier further down, where one has it."""
+        """Fetch the block from a tier below the failed one, if one is known to have it."""
         key = failed.entry.key
         tier = self._further(key, failed.tier)
         if tier is None:
@@ -378,14 +378,14 @@ class SpillStore:
         return Fetch(failed.entry, tier, now, 1, tier.load([(key, self._host.slots.view(failed.entry.slot))])[0])
 
     def _arrived(self, entries: Sequence[Entry], ok: bool, safe: bool, tier: str | None = None) -> None:
-        """End the copy into these entries, from `tier` or the device, which held one pin on each."""
+        """Finish a copy into these entries, from `tier` or (None) the device, which held one pin on each."""
         for entry in entries:
             if ok:
                 self._host.arrive(entry, safe or entry.private)
             for load in self._waiters.pop(entry.key, ()) if self._waiters else ():
                 if load.pending and ok:
                     self._hold(load, entry)
-                elif load.pending and tier is not None and load.tier != tier:  # it was found elsewhere
+                elif load.pending and tier is not None and load.tier != tier:  # another tier has it
                     load.state = LoadState.WAITING
                     self._queue.append(load)
                 elif load.pending:
@@ -424,7 +424,7 @@ class SpillStore:
                 self._unpin(entry)
 
     def _start_loads(self) -> None:
-        """Start loads in order, as far as there are slots."""
+        """Start loads in order, as long as there are slots."""
         fetches: dict[str, list[Entry]] = {}
         now = time.monotonic()
         while self._queue:
@@ -460,12 +460,12 @@ class SpillStore:
         self._end(late, LoadState.FAILED)
 
     def _margin(self) -> int:
-        """Return the slots kept ready for what the device spills next, and for loads that wait for one."""
+        """Return the number of slots to keep ready for the next spills, and for loads that wait for one."""
         wanted = max(2 * self.copies.batch, self._short) + len(self._queue)
         return min(wanted, self._host.slots.limit // 2) if self.keeps else 0
 
     def _found_below(self, key: bytes, there: bool) -> None:
-        """Note whether the last tier has the block. If not for sure, host memory's is written down before it goes."""
+        """Note whether the last tier has the block. If not, host memory's copy is written to it before its eviction."""
         entry = self._host.get(key)
         if entry is None or not entry.ready or entry.private or entry.writes:
             return

@@ -1,4 +1,4 @@
-"""The store's numbers, one report a tier."""
+"""The store's statistics, one report per tier."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from spillover.memory.spill.report import TierReport
 from spillover.memory.tiers.base import Tier
 
-LinkRates = Mapping[str, tuple[float | None, float | None]]  # tier -> measured bytes a second towards it, and from it
+LinkRates = Mapping[str, tuple[float | None, float | None]]  # tier -> measured bytes per second towards and from it
 
 
 @dataclass
 class Meter:
-    """What has moved one way over the link."""
+    """The bytes copied in one direction over the link, and the time that took."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -31,7 +31,7 @@ class HostReport:
 
 def tier_reports(host: HostReport | None, tiers: Sequence[Tier], hits: Mapping[str, int], links: LinkRates,
                  slot_bytes: int, dropped: int) -> list[TierReport]:
-    """Report each tier. `dropped`: blocks that never came from the device to the nearest of them."""
+    """Report each tier. `dropped`: number of blocks that left the device without a copy, added to the nearest tier."""
     reports = []
     if host is not None:
         link_in, link_out = links.get("host", (None, None))

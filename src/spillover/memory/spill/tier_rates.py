@@ -1,4 +1,4 @@
-"""How fast loads from each tier are."""
+"""Measured speeds of loads from each tier."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ class TierRates(dict[str, float]):
     """Bytes per second that loads from each tier reach."""
 
     def seconds(self, tiers: Iterable[str], nbytes: int) -> float:
-        """Return how long a load that passes these tiers takes, as far as is known."""
+        """Estimate how long a load that passes through these tiers takes."""
         return nbytes / min(self.get(tier, 1e9) for tier in tiers)
 
     def observe(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Note a load: a faster one counts at once; a slower one may only have waited, and counts little."""
+        """Note a completed load: a higher rate is adopted at once; a lower one, perhaps due to waiting, counts 5%."""
         rate, known = nbytes / max(1e-6, seconds), self.get(tier, 0.0)
         self[tier] = rate if rate > known else known + 0.05 * (rate - known)

@@ -1,4 +1,4 @@
-"""The connector to host memory, disks and a remote store: what comes back from there, and what goes down."""
+"""The connector to host memory, shared pool, disks and remote store: restores and spills."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from spillover.memory.spill.restore_plan import ComputeCost, first_to_load
 from spillover.memory.spill.spiller import Spiller
 from spillover.memory.spill.store import SpillStore
 
-MAX_PUT_OFF = 8  # times in a row that copies may wait, while there are enough blocks to be had
-READY_SHARE = 8  # at least one in n blocks can be had without a copy
+MAX_PUT_OFF = 8  # maximum number of hurried polls in a row that may defer copies, while enough blocks are available
+READY_SHARE = 8  # at least 1/READY_SHARE of all blocks should be available without waiting for a copy
 
 
 class TieredConnector:
     def __init__(self, kv: KVCache, store: SpillStore, margin: int = 32, restore: str = "auto",
                  prefill_seconds: float | None = None) -> None:
-        """Connect the tiers. `margin`: how many blocks, at least, are kept ready to be overwritten. `restore`: "auto",
-        "always" or "never", whether stored blocks are loaded or computed again. `prefill_seconds`: of a token, until
-        steps have been seen; None: not known."""
+        """Connect the tiers. `margin`: minimum number of blocks kept ready to be overwritten. `restore`: whether stored
+        blocks are loaded rather than recomputed: "auto", "always" or "never". `prefill_seconds`: prefill time per token
+        until steps have been measured; None if unknown."""
         assert kv.prefix_caching, "stored blocks are those of the prefix tree"
         margin = min(max(margin, kv.num_total // READY_SHARE), kv.num_total // 2)
         self.store = store
@@ -38,7 +38,7 @@ class TieredConnector:
         self._offload = Offload(kv, store)
         self._put_off = 0
 
-    # A request that waits
+    # Waiting requests
 
     def lookup(self, seq: str, tokens: Sequence[int], salt: str | None, coming: bool = False) -> bool:
         if self.restore == "never":
@@ -50,7 +50,7 @@ class TieredConnector:
     def forget(self, seq: str) -> None:
         self._lookups.forget(seq)
 
-    # A request that runs
+    # Running requests
 
     def begin(self, seq: str, tokens: Sequence[int], salt: str | None) -> int | None:
         kv = self._kv
@@ -117,7 +117,7 @@ class TieredConnector:
 
     def poll(self, hurried: bool = False) -> None:
         self._put_off += 1
-        hurried &= not self.store.eager  # others may wait for what is computed: it leaves while the rest is
+        hurried &= not self.store.eager  # other engines may wait for these blocks: copy them during prefill
         if hurried and self._put_off < MAX_PUT_OFF and not self._offload.moving and not self._spiller.low:
             self.store.poll_loads()
             return
@@ -137,7 +137,7 @@ class TieredConnector:
     def hands_on(self) -> bool:
         return self.store.eager and (self._spiller.waiting or self.store.copying)
 
-    # All that is stored
+    # Stored blocks
 
     def tell(self, events: BlockEvents) -> None:
         self.store.tell(events)

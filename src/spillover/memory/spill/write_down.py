@@ -1,4 +1,4 @@
-"""Blocks on their way from host memory to the tiers below it."""
+"""Writes of blocks from host memory to the tiers below it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from spillover.memory.policies.admission import AdmissionPolicy
 from spillover.memory.spill.host import Entry, HostCache
 from spillover.memory.tiers.base import Ticket, Tier
 
-WRITES_AT_ONCE = 32  # blocks
+WRITES_AT_ONCE = 32  # maximum number of blocks that `until` writes at the same time
 
 
 class WriteDown:
     def __init__(self, host: HostCache, tiers: Sequence[Tier], admission: AdmissionPolicy,
                  offered: Callable[[Tier, bytes, bool], None], unpin: Callable[[Entry], None]) -> None:
-        """Write to lower tiers. `offered` is told of each block that a tier was to have, and whether it has it now;
-        `unpin` lets go of an entry that was held for it."""
+        """Write to lower tiers. `offered` is called for each block offered to a tier, with whether the tier has it now;
+        `unpin` releases an entry that a write had pinned."""
         self._host = host
         self._tiers = tiers
         self._admission = admission
@@ -31,11 +31,11 @@ class WriteDown:
         return (ticket for _, _, ticket in self._pending)
 
     def entries(self) -> Iterator[Entry]:
-        """Yield the entries that writes hold, once for each."""
+        """Yield the entry that each pending write has pinned."""
         return (entry for entry, _, _ in self._pending)
 
     def take(self) -> None:
-        """Take in what has ended."""
+        """Process completed writes."""
         if not self._pending:
             return
         pending = []
@@ -43,7 +43,7 @@ class WriteDown:
         for entry, tier, ticket in self._pending:
             if ticket.expired(now):
                 ticket.cancel()
-            if not ticket.done():  # the slot stays until the worker lets go of it
+            if not ticket.done():  # the slot stays pinned until the worker no longer uses it
                 pending.append((entry, tier, ticket))
                 continue
             self._offered(tier, entry.key, bool(ticket.result()))
@@ -54,7 +54,7 @@ class WriteDown:
         self._pending = pending
 
     def until(self, spare: int) -> None:
-        """Start writing the oldest blocks that no tier below has, until `spare` slots can be had without loss."""
+        """Start writing the oldest blocks that no tier below has, until `spare` slots can be reused without loss."""
         short = min(spare - self._host.spare, WRITES_AT_ONCE) - len(self._pending)
         if short <= 0 or not self._tiers:
             return
@@ -76,12 +76,12 @@ class WriteDown:
                     self._offered(tier, entry.key, False)
             self._store(tier, chosen)
         for entry in entries:
-            if entry.writes == 0:  # no tier is to have it
+            if entry.writes == 0:  # the admission policy rejects it for every tier
                 self._host.mark_safe(entry)
 
     def promote(self, entry: Entry, source: Tier) -> None:
-        """Write a block that came from a tier further down to the memory above it, where it is found faster next time;
-        the tiers below have it in any case."""
+        """Write a block loaded from a lower tier to the shared pool above it, where the next load is faster; the lower
+        tiers have it in any case."""
         for tier in self._tiers[: self._tiers.index(source)]:
             if tier.name == "pool" and self._admission.admit(entry.key, tier.name):
                 self._store(tier, [entry])

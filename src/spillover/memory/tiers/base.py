@@ -1,7 +1,7 @@
-"""What every tier below the device has in common: tickets for work on its way, the threads that do it, the protocol.
+"""The common parts of all tiers below the device: tickets for submitted work, worker threads, and the protocol.
 
-One thread, the owner's (the engine's), calls a tier. Its workers move bytes and nothing else; what they did becomes
-known to the tier's index when the owner's thread takes it in, by poll().
+One thread, the owner's (the engine's), calls a tier. Workers only move bytes; the owner's thread applies the results
+of their work to the tier's index in poll().
 """
 
 import threading
@@ -17,31 +17,31 @@ T = TypeVar("T")
 
 
 def checksum(payload: bytes | memoryview) -> int:
-    """Return the 64-bit xxh3: it finds damage by disks, memory and half-finished writes, not forgery."""
+    """Return the 64-bit xxh3: it detects damage by disks, memory and incomplete writes, but not forgery."""
     return xxhash.xxh3_64_intdigest(payload)
 
 
 class CorruptRecordError(Exception):
-    """What lies in the tier is not what was stored there."""
+    """The bytes in the tier are not those that were stored."""
 
 
 class Ticket(Generic[T]):
-    """One piece of work on its way. Everything but the worker's side is called on the owner's thread.
+    """A handle of submitted work. Methods are called on the owner's thread, except for those of the worker.
 
-    A worker that hangs leaves its ticket neither done nor cancelled; it is `expired`, and whoever waits should go on
-    without it. A buffer given with the work is free again only once the ticket is done.
+    A worker that hangs leaves its ticket neither done nor cancelled; the ticket is `expired`, and callers should no
+    longer wait for it. A buffer passed with the work may be reused only once the ticket is done.
     """
 
     __slots__ = ("_begun", "_done", "_ended", "_lock", "_value", "_wake", "at", "deadline", "error", "seconds")
 
     def __init__(self, deadline: float, ended: Callable[["Ticket[Any]"], None] | None = None,
                  wake: Callable[[], None] | None = None) -> None:
-        """Make a ticket. `ended` is told just before the ticket is done, `wake` just after."""
-        self.deadline = deadline  # monotonic
+        """Create a ticket. `ended` is called just before the ticket is done, `wake` just after."""
+        self.deadline = deadline  # monotonic time
         self.error: Exception | None = None
-        self.seconds = 0.0  # a worker was busy with it
-        self.at = 0.0  # monotonic, when it was done
-        self._lock = threading.Lock()  # decides between begin() and cancel()
+        self.seconds = 0.0  # time that a worker spent on it
+        self.at = 0.0  # monotonic time at which it was done
+        self._lock = threading.Lock()  # makes begin() and cancel() exclude each other
         self._begun = False
         self._value: T | None = None
         self._ended, self._wake = ended, wake
@@ -49,17 +49,17 @@ class Ticket(Generic[T]):
 
     @classmethod
     def ended(cls, value: T | None, error: Exception | None = None) -> "Ticket[T]":
-        """Return a ticket for work that needed no worker, or that was not even tried."""
+        """Return a ticket that is already done, for work that needed no worker or was not tried."""
         ticket: Ticket[T] = cls(time.monotonic())
         ticket._value, ticket.error, ticket._done, ticket.at = value, error, True, ticket.deadline
         return ticket
 
     def done(self) -> bool:
-        """Return whether it has ended: with a value, a failure, or cancelled."""
+        """Return whether the work has completed, failed or been cancelled."""
         return self._done
 
     def expired(self, now: float) -> bool:
-        """Return whether it is not done, and past its deadline."""
+        """Return whether the ticket is not done, and past its deadline."""
         return not self._done and now >= self.deadline
 
     def result(self) -> T | None:
@@ -67,17 +67,17 @@ class Ticket(Generic[T]):
         return self._value if self._done else None
 
     def cancel(self) -> None:
-        """Have work that was not begun never begin: it is done at once. Work begun ends when it ends."""
+        """Cancel work that no worker has begun, so that it is done at once. Work already begun continues."""
         with self._lock:
             if self._begun or self._done:
                 return
-            self._begun = True  # so that no worker begins it
+            self._begun = True  # prevents workers from beginning it
         self.end(None)
 
-    # The worker's side
+    # Methods called by the worker
 
     def begin(self) -> bool:
-        """Return whether the work is still wanted and in time; if not, it is done now and must not be touched."""
+        """Return whether to do the work; False if it was cancelled or is late, and then the ticket is done already."""
         with self._lock:
             if self._begun:
                 return False
@@ -88,11 +88,11 @@ class Ticket(Generic[T]):
         return True
 
     def end(self, value: T | None, error: Exception | None = None, seconds: float = 0.0) -> None:
-        """End the ticket; called by whoever began it, exactly once."""
+        """Complete the ticket; called by the worker that began it, exactly once."""
         self._value, self.error, self.seconds, self.at = value, error, seconds, time.monotonic()
         if self._ended is not None:
             self._ended(self)
-        self._done = True  # whoever sees it sees the rest, and finds it where ended work is kept
+        self._done = True  # set last, so that readers see all other fields, and the ticket in the ended queue
         if self._wake is not None:
             self._wake()
 
@@ -100,16 +100,16 @@ class Ticket(Generic[T]):
 @dataclass(slots=True)
 class _Job:
     tickets: list[Ticket[Any]]
-    work: Callable[[Sequence[int]], Sequence[Any]]  # takes the indices of the tickets still wanted
+    work: Callable[[Sequence[int]], Sequence[Any]]  # called with the indices of tickets not cancelled
     deadline: float
 
 
 class Lane:
-    """Worker threads for one kind of work of one tier: first in, first out. Threads start when first needed."""
+    """Worker threads for one kind of work of one tier, first in, first out. Threads start when first needed."""
 
     def __init__(self, name: str, threads: int, wake: Callable[[], None],
                  idle: tuple[float, Callable[[], None]] | None = None) -> None:
-        """Make a lane. `idle`: (seconds, what a worker without work does that often); it may not raise."""
+        """Create a lane. `idle`: (seconds, function that an idle worker calls at this interval); it must not raise."""
         self._name = name
         self._idle_work = idle
         self._max_threads = threads
@@ -118,7 +118,7 @@ class Lane:
         self._queue: deque[_Job] = deque()
         self._threads: list[threading.Thread] = []
         self._idle = 0
-        self._running: dict[int, float] = {}  # thread -> deadline of its job
+        self._running: dict[int, float] = {}  # thread id -> deadline of its job
         self._ended: deque[Ticket[Any]] = deque()
         self._closed = False
 
@@ -128,9 +128,9 @@ class Lane:
     def submit_batch(
         self, work: Callable[[Sequence[int]], Sequence[T | Exception]], count: int, deadline: float
     ) -> list[Ticket[T]]:
-        """Submit one job with `count` tickets. `work` takes the indices still wanted and gives one value for each.
+        """Submit one job with `count` tickets. `work` gets the indices not cancelled and returns one value for each.
 
-        A value that is an Exception fails its ticket alone.
+        A value that is an Exception fails only its own ticket.
         """
         tickets: list[Ticket[T]] = [Ticket(deadline, self._ended.append, self._wake) for _ in range(count)]
         with self._state:
@@ -147,7 +147,7 @@ class Lane:
         return tickets
 
     def drain(self) -> list[Ticket[Any]]:
-        """Return the tickets that ended since the last call, after ending those that waited past their deadline."""
+        """Return the tickets done since the last call, including those that expired in the queue."""
         now = time.monotonic()
         with self._state:
             late = [job for job in self._queue if job.deadline <= now]
@@ -155,23 +155,23 @@ class Lane:
                 self._queue = deque(job for job in self._queue if job.deadline > now)
         for job in late:
             for ticket in job.tickets:
-                ticket.begin()  # ends it: its deadline has passed
+                ticket.begin()  # completes it with an error: its deadline has passed
         ended = []
         for _ in range(len(self._ended)):
             ticket = self._ended.popleft()
             if ticket.done():
                 ended.append(ticket)
-            else:  # its worker is just ending it, and will wake us
+            else:  # its worker is about to set it done, and will call wake() then
                 self._ended.append(ticket)
         return ended
 
     def stuck(self, now: float) -> bool:
-        """Return whether every worker is held up by work past its deadline: what is submitted would wait in vain."""
+        """Return whether every worker is stuck in work past its deadline, so that submitted work would not begin."""
         with self._state:
             return len(self._running) == self._max_threads and all(d <= now for d in self._running.values())
 
     def close(self, deadline: float) -> bool:
-        """Let queued work end until the deadline, cancel the rest; False if a worker still hangs (it is left)."""
+        """Run queued work until the deadline, then cancel the rest; False if a worker hangs, which is left running."""
         with self._state:
             self._closed = True
             self._state.notify_all()
@@ -207,7 +207,7 @@ class Lane:
                 self._do(job)
             elif self._idle_work is not None:
                 self._idle_work[1]()
-            del job  # its buffers are not held while this thread waits for the next
+            del job  # its buffers must not stay referenced while this thread waits for the next job
 
     @staticmethod
     def _do(job: _Job) -> None:
@@ -217,7 +217,7 @@ class Lane:
         start = time.perf_counter()
         try:
             values = job.work(wanted)
-        except Exception as error:  # whatever it is, it ends this work and no other
+        except Exception as error:  # any error fails this job only
             values = [error] * len(wanted)
         seconds = (time.perf_counter() - start) / len(wanted)
         for i, value in zip(wanted, values, strict=True):
@@ -229,11 +229,11 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Counters since the tier was opened; a key that is not there counts neither as a load nor as a failure."""
+    """Counters since the tier was opened; a load of a missing key counts neither as a load nor as a failure."""
 
     blocks: int = 0
-    bytes: int = 0  # bytes of the blocks
-    capacity_bytes: int | None = None  # None: not bounded by us
+    bytes: int = 0  # total bytes of the blocks
+    capacity_bytes: int | None = None  # maximum bytes; None if this package sets no limit
     stores: int = 0
     loads: int = 0
     load_failures: int = 0
@@ -241,36 +241,36 @@ class TierStats:
     evictions: int = 0
     bytes_written: int = 0
     bytes_read: int = 0
-    seconds_writing: float = 0.0  # workers were busy; two at once count twice
+    seconds_writing: float = 0.0  # time that workers spent; two concurrent workers count twice
     seconds_reading: float = 0.0
     available: bool = True
 
 
 class Tier(Protocol):
-    """A place for blocks below the device. Keys are opaque; every buffer has exactly the payload's bytes.
+    """A tier of blocks below the device. Keys are opaque; every buffer has exactly the payload's size.
 
-    Nothing here raises or waits because a disk or server is slow, full, broken or gone: tickets end False or None.
+    No method raises or waits because a disk or server is slow, full, broken or gone: tickets end with False or None.
     """
 
-    name: str  # "host", "pool", "disk" or "remote": what metrics and token sources call it
+    name: str  # "host", "pool", "disk" or "remote": the tier's name in metrics and token sources
 
     def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
-        """Return which of these could be loaded now."""
+        """Return which of these blocks could be loaded now."""
 
     def has(self, key: bytes) -> bool | None:
-        """Return whether the block is here, where that is known without asking anybody; None: lookup() has to ask."""
+        """Return whether the tier has the block, if that is known without a lookup(); otherwise None."""
 
     def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
-        """Return one ticket a block. Buffers stay as they are until their ticket is done."""
+        """Store blocks, one ticket each. Buffers must not change until their ticket is done."""
 
     def load(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
-        """Load blocks, one ticket each. True: the buffer holds exactly the bytes stored; else it may hold anything."""
+        """Load blocks, one ticket each. Only if it is True, the buffer has exactly the bytes that were stored."""
 
     def evict(self, count: int) -> Ticket[int]:
-        """Drop the least recently used blocks; the value is how many."""
+        """Drop up to `count` least recently used blocks; the ticket's value is the number dropped."""
 
     def poll(self) -> None:
-        """Take finished work into the index; lookup, store, load and evict do it too."""
+        """Apply completed work to the index; lookup, store, load and evict do it too."""
 
     def clear(self) -> None:
         """Forget all blocks of this identity: none of them is found from now on, nor after a restart."""
@@ -278,20 +278,20 @@ class Tier(Protocol):
     def stats(self) -> TierStats: ...
 
     def close(self, deadline: float) -> None:
-        """End what is on its way, until the deadline (monotonic), and let go of files and connections."""
+        """Complete pending work until the deadline (monotonic), and close files and connections."""
 
 
-CopyOut = Callable[[Sequence[int], Sequence[memoryview]], None]  # device blocks to buffers; returns when they are there
+CopyOut = Callable[[Sequence[int], Sequence[memoryview]], None]  # copies device blocks to buffers; returns when done
 CopyIn = Callable[[Sequence[memoryview], Sequence[int]], None]
 
 
 @runtime_checkable
 class MappedTier(Tier, Protocol):
-    """A tier in memory that this process has mapped: a link copies between it and the device. Workers call the link."""
+    """A tier in memory that this process has mapped: its workers call the link to copy to and from the device."""
 
     def store_from(self, items: Sequence[tuple[bytes, int]], copy_out: CopyOut) -> list[Ticket[bool]]:
-        """Store device blocks, one ticket each; they stay as they are until their ticket is done."""
+        """Store device blocks, one ticket each; a block must not change until its ticket is done."""
 
     def load_to(self, items: Sequence[tuple[bytes, int]], copy_in: CopyIn) -> list[Ticket[bool]]:
-        """Load to device blocks, one ticket each. True: the block holds exactly the bytes stored; else it may hold
-        anything."""
+        """Load to device blocks, one ticket each. Only if it is True, the block has exactly the bytes that were
+        stored."""

@@ -1,8 +1,8 @@
-"""Blocks on a disk: bounded, checksummed, least recently used first to go, found again after a restart.
+"""The disk tier: bounded, checksummed, with LRU eviction; blocks are found again after a restart.
 
 The index is in memory and belongs to the owner's thread; workers only read and write. A slot leaves the index before it
-is written to, and its record enters it once the write has ended. A disk that is full, broken, read-only or gone makes
-stores and loads end without success, and nothing else.
+is written, and its new record enters the index once the write has completed. If a disk is full, broken, read-only or
+gone, stores and loads fail, without other effects.
 """
 
 import errno
@@ -27,11 +27,11 @@ from spillover.memory.tiers.segment import Segment, round_up
 from spillover.memory.tiers.slots import SlotTable
 from spillover.units import format_bytes
 
-SEGMENT_BYTES = 128 << 20  # at least
-MAX_SEGMENTS = 256  # about as many files are open at once
+SEGMENT_BYTES = 128 << 20  # minimum size of a segment's payloads by default
+MAX_SEGMENTS = 256  # approximate maximum number of segments, and so of open files
 STORE_SECONDS = 10.0
 LOAD_SECONDS = 5.0
-REST_SECONDS = 30.0  # how long a slot, or a full disk, is left alone after a failure
+REST_SECONDS = 30.0  # seconds for which a slot, or a full disk, is not used after a failure
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -40,8 +40,8 @@ class _Store:
     key: bytes
     slot: int
     sequence: int
-    record: RecordHeader | None = None  # set by the worker once it is written
-    wanted: bool = True  # False: forgotten while it was on its way
+    record: RecordHeader | None = None  # header of the record; None until the worker has written it
+    wanted: bool = True  # False if the block was forgotten by clear() during the write
 
 
 @dataclass(slots=True)
@@ -80,14 +80,14 @@ class DiskTier:
         policy: EvictionPolicy | None = None,
         seal: Seal = PLAIN,
     ) -> None:
-        """Open the tier. `capacity_bytes` bounds everything this package keeps under `path`, whatever its identity.
+        """Open the tier. `capacity_bytes` limits everything this package keeps under `path`, of all identities.
 
-        `threads` work in each direction, so that a load never waits behind stores.
+        `threads`: workers in each direction, so that a load never waits for stores.
         """
         self.path = Path(path)
         self.capacity_bytes = capacity_bytes
         self.payload_bytes = payload_bytes
-        self.dropped = 0  # records that were not whole, and are gone
+        self.dropped = 0  # number of damaged or incomplete records found at the start
         needed = FIXED_BYTES + segment_cost(1, payload_bytes)
         if capacity_bytes < needed:
             raise SpilloverError(
@@ -118,7 +118,7 @@ class DiskTier:
         self._lock: FolderLock | None = None
         self._open = self._start(description)
 
-    # The tier
+    # Tier methods
 
     def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
         self.poll()
@@ -132,7 +132,7 @@ class DiskTier:
         self.poll()
         tickets: list[Ticket[bool]] = []
         touched: list[int] = []
-        there: list[int] = []  # held, so that they do not make way for the rest of the batch
+        there: list[int] = []  # slots of blocks already stored, held so that the rest of the batch cannot evict them
         usable = self._usable(self._writing)
         deadline = time.monotonic() + self._store_seconds
         for key, payload in items:
@@ -206,7 +206,7 @@ class DiskTier:
             self._table.hold(slot)
             self._table.drop(slot)
             dropped[self._table[slot].segment].append(slot)
-        # Free slots too: an evicted record is in no index, and yet the next start would find it.
+        # Erase free slots too: an evicted record is not in the index, but the next start would find it.
         for slot in self._table.take_free():
             dropped[self._table[slot].segment].append(slot)
         for segment, slots in dropped.items():
@@ -231,7 +231,7 @@ class DiskTier:
         )
 
     def tell(self, events: BlockEvents) -> None:
-        """Tell of every block that is here now, and from now on of each that comes or goes."""
+        """Report every block that the tier holds now to `events`, and every later change."""
         self._table.tell(events)
 
     def close(self, deadline: float) -> None:
@@ -245,7 +245,7 @@ class DiskTier:
         self.poll()
         self._open = False
         if not ended:
-            return  # a worker still hangs in a file: it keeps the file and the lock until the process ends
+            return  # a worker still hangs in a file access: files and lock stay open until the process ends
         try:
             slots = (self._table[slot] for slot in self._table.live())
             self._folder.write_recency([(s.record.sequence, s.used) for s in slots if s.record is not None])
@@ -255,7 +255,7 @@ class DiskTier:
         self._let_go()
 
     def max_blocks(self) -> int:
-        """Return how many blocks the capacity is good for, once other caches have made way."""
+        """Return the number of blocks that fit in the capacity once other caches have been removed."""
         blocks = sum(segment.slots for segment in self._segments)
         removable = sum(file.nbytes for _, file in self._others)
         room = self.capacity_bytes - self._own_bytes - (self._other_bytes - removable)
@@ -265,7 +265,7 @@ class DiskTier:
         return blocks
 
     def damage(self, key: bytes, bit: int) -> bool:
-        """Flip one bit of a stored payload where it lies, for tests of what notices; False if it is not here."""
+        """Flip one bit of a stored payload, for tests of damage detection; False if there is no such block."""
         slot = self._table.find(key)
         if slot is None:
             return False
@@ -273,19 +273,19 @@ class DiskTier:
         return True
 
     def idle(self) -> bool:
-        """Return whether nothing is on its way, erasures included."""
+        """Return whether no work is pending, including erasures."""
         self.poll()
         return not self._work
 
     def check(self) -> None:
-        """Assert what must always hold of the index."""
+        """Assert the invariants of the index."""
         self._table.check()
         assert self._own_bytes + self._other_bytes <= self.capacity_bytes or self._health.error is not None
 
-    # Starting
+    # Start
 
     def _start(self, description: Mapping[str, str]) -> bool:
-        """Open it; refuse an unusable folder; what goes wrong later, or with stored blocks, is borne."""
+        """Open the folder, and raise if it is unusable; later errors, or errors of stored blocks, are tolerated."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -312,7 +312,7 @@ class DiskTier:
         except OSError as error:
             if not found.records:
                 raise
-            self._health.failed(str(error))  # read-only, or full: what was found can still be loaded
+            self._health.failed(str(error))  # read-only or full: stored blocks can still be loaded
         needed, free = segment_cost(1, self.payload_bytes), shutil.disk_usage(self.path).free
         if free < needed and not found.segments and not found.others:
             raise self._refused(f"{format_bytes(free)} is free there, and one block takes {format_bytes(needed)}")
@@ -339,15 +339,15 @@ class DiskTier:
             self._lock.release()
             self._lock = None
 
-    # Moving
+    # Reading and writing
 
     def _usable(self, lane: Lane) -> bool:
         return self._open and not lane.stuck(time.monotonic())
 
     def _touch(self, slots: list[int]) -> None:
-        """Note uses; the first of a batch counts as the last used: a prefix without its beginning is worth nothing."""
+        """Note uses; a batch's first slot counts as the most recent: a prefix without its beginning is useless."""
         for slot in reversed(slots):
-            # Distinct and rising, so that the order survives being written down.
+            # Times are distinct and increasing, so that the order is kept when they are written to a file.
             self._last_use = max(time.time(), self._last_use + 1e-6)
             self._table.touch(slot, self._last_use)
 
@@ -432,7 +432,7 @@ class DiskTier:
             self._load_failures += ticket.error is not None
             self._table.release(load.slot)
 
-    # Room
+    # Free space
 
     def _reserve(self) -> int | None:
         now = time.monotonic()
@@ -441,14 +441,14 @@ class DiskTier:
         return self._table.reserve(now)
 
     def _grow(self, now: float) -> None:
-        """Add a segment as far as the capacity goes; where other caches fill it, their oldest segment goes first."""
+        """Add a segment if the capacity allows; if other caches use it, first remove their oldest segment."""
         room = self.capacity_bytes - self._own_bytes - self._other_bytes
         slots = min(self._segment_slots, slots_that_fit(room, self.payload_bytes))
         if slots < self._segment_slots and self._others:
             if not self._removing:
                 self._remove_other()
             if len(self._table):
-                return  # meanwhile, blocks of our own make room
+                return  # until it is removed, evict blocks of this cache
         if slots < 1 or now < self._table.fresh_from:
             return
         path = self._folder.segment_path(self._segment_number)
@@ -476,13 +476,13 @@ class DiskTier:
             self._other_bytes -= removal.file.nbytes
 
     def _submit_erasure(self, segment: Segment, slots: list[int], indices: list[int] | None) -> None:
-        """Erase slots, held until released once nothing of them can be found again."""
+        """Erase slots, which the caller holds; they are released once their records cannot be found again."""
 
         def erase() -> bool:
             try:
                 segment.erase(indices)
             except OSError:
-                segment.remove()  # the file is lost to us then, but so is what had to go
+                segment.remove()  # this loses the whole file, including the records to erase
             return True
 
         self._work[self._writing.submit(erase, math.inf)] = _Erasure(slots)

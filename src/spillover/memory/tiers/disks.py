@@ -1,4 +1,4 @@
-"""Several disks as one tier: every key belongs to one of them, by its hash and in proportion to their sizes."""
+"""Several disks as one tier: each key is assigned to one disk, by its hash and in proportion to the disks' sizes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from spillover.memory.tiers.disk import DiskTier
 
 
 class Disks:
-    """A disk added or taken away moves only the keys that it gains or loses; a broken one loses only its own."""
+    """A tier of several disks. Adding or removing one moves only its keys; a failed disk loses only its keys."""
 
     name = "disk"
 
@@ -24,7 +24,7 @@ class Disks:
         self._seeds = [xxhash.xxh3_64_intdigest(str(disk.path.absolute()).encode()) for disk in disks]
 
     def disk_of(self, key: bytes) -> int:
-        """Return the index of the disk that a key belongs to, by weighted rendezvous hashing."""
+        """Return the index of the disk that a key is assigned to, by weighted rendezvous hashing."""
         best, best_score = 0, -math.inf
         for i, (seed, disk) in enumerate(zip(self._seeds, self.disks, strict=True)):
             draw = (xxhash.xxh3_64_intdigest(key, seed) + 1) / (2**64 + 1)  # 0 < draw < 1
@@ -51,7 +51,7 @@ class Disks:
         return self._spread(items, DiskTier.load)
 
     def evict(self, count: int) -> Ticket[int]:
-        """Evict from each disk in proportion to what it holds, which is close to the least recently used of all."""
+        """Evict from each disk in proportion to its number of blocks, which approximates LRU over all disks."""
         held = [disk.stats().blocks for disk in self.disks]
         evicted = 0
         for i, disk in enumerate(self.disks):
@@ -69,12 +69,12 @@ class Disks:
             disk.clear()
 
     def tell(self, events: BlockEvents) -> None:
-        """Tell of every block that is found here; a disk may still have some that now belong to another."""
+        """Report every block that lookups find, and changes; a disk may still have keys now assigned to another."""
         for index, disk in enumerate(self.disks):
             disk.tell(_OwnKeys(events, self, index))
 
     def stats(self) -> TierStats:
-        """Return sums over the disks; available while any disk is."""
+        """Return sums over the disks; the tier is available if any disk is."""
         each = [asdict(disk.stats()) for disk in self.disks]
         sums = {name: sum(stats[name] for stats in each) for name in each[0]}
         return TierStats(**sums | {"available": any(stats["available"] for stats in each)})
@@ -111,7 +111,7 @@ class Disks:
 
 
 class _OwnKeys:
-    """A listener to one disk, which passes on what is told of keys that belong to it."""
+    """A listener to one disk, which forwards events of keys that are assigned to that disk."""
 
     def __init__(self, events: BlockEvents, disks: Disks, index: int) -> None:
         self._events, self._disks, self._index = events, disks, index

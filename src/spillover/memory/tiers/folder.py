@@ -1,12 +1,12 @@
-"""The folder of a disk tier: one sub-folder a cache, named by its identity, and a lock that admits one process.
+"""The folder of a disk tier: one sub-folder per cache, named by its identity, and a lock that admits one process.
 
     PATH/lock
-    PATH/<identity in hex>/description.json    model, dtype, block size, layout: for people, and for nothing else
+    PATH/<identity in hex>/description.json    model, dtype, block size, layout: for display only
     PATH/<identity in hex>/<number>.kv         segments
     PATH/<identity in hex>/recency             when each record was last used; written when the tier is closed
-    PATH/<identity in hex>/tokens              what ended requests said, where drafts are made of it (token_log.py)
+    PATH/<identity in hex>/tokens              tokens of finished requests, if drafts are made from them (token_log.py)
 
-Other files are nobody's here: neither counted nor touched.
+Other files are neither counted nor changed.
 """
 
 import fcntl
@@ -32,21 +32,21 @@ DESCRIPTION = "description.json"
 RECENCY = "recency"
 TOKENS = "tokens"
 TEMPORARY = ".tmp"
-BESIDE = (DESCRIPTION, RECENCY, TOKENS)  # the segments
+BESIDE = (DESCRIPTION, RECENCY, TOKENS)  # files of a cache next to its segments
 MAX_DESCRIPTION_BYTES = 4096
-RECENCY_BYTES = 16  # a record
-_RECENCY = struct.Struct("<Qd")  # sequence, last use
+RECENCY_BYTES = 16  # bytes per record in the recency file
+_RECENCY = struct.Struct("<Qd")  # sequence number of a record, time of its last use
 
 
 class FolderLock:
-    """A lock held by the one process that may write. It ends with the process, however that ends."""
+    """A lock held by the one process that may write. It is released when the process ends, even if it is killed."""
 
     def __init__(self, file: int) -> None:
         self._file = file
 
     @classmethod
     def acquire(cls, folder: Path, advice: str = "stop that one, or choose another folder") -> "FolderLock | None":
-        """Lock the folder; SpilloverError if another holds it; None: it cannot be written, so nobody needs a lock."""
+        """Lock the folder; SpilloverError if another process has it; None if it cannot be written, so needs no lock."""
         path = folder / LOCK
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -64,8 +64,8 @@ class FolderLock:
                 f"the disk cache at {folder} is in use by process {holder or '(unknown)'}; {advice}"
             ) from None
         except OSError:
-            pass  # a file system without locks: checksums still keep wrong bytes from being loaded
-        with suppress(OSError):  # only for the sentence above
+            pass  # a file system without locks: checksums still prevent wrong bytes from being loaded
+        with suppress(OSError):  # the process id serves the error message above only
             os.ftruncate(file, 0)
             os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
         return cls(file)
@@ -76,7 +76,7 @@ class FolderLock:
 
 @dataclass(frozen=True, slots=True)
 class SegmentFile:
-    """A segment as the file system sees it."""
+    """The file of a segment: path, size and modification time."""
 
     path: Path
     nbytes: int
@@ -107,8 +107,8 @@ class CacheFolder:
         return sorted(found, key=lambda folder: (folder.last_use(), folder.path))
 
     def make(self) -> None:
-        """Make the folder; raises SpilloverError where somebody has put a link there."""
-        self.path.mkdir(mode=0o700, exist_ok=True)  # prompts can be read out of it
+        """Create the folder; SpilloverError if there is a symbolic link in its place."""
+        self.path.mkdir(mode=0o700, exist_ok=True)  # private, as prompts can be recovered from its files
         found = self.path.lstat()
         if stat.S_ISLNK(found.st_mode):
             raise SpilloverError(f"--disk {self.path.parent} cannot be used: {self.path.name} in it is a symbolic "
@@ -127,7 +127,7 @@ class CacheFolder:
         return sorted(files, key=lambda file: (file.modified, file.path))
 
     def segments(self, writable: bool = False) -> list[Segment]:
-        """Return what can be read of them; a file that is no segment (yet), or has just gone, is left out."""
+        """Return the readable segments; a file that is not a segment (yet), or was just removed, is left out."""
         segments = []
         for path in sorted(self._files(SUFFIX)):
             with suppress(OSError):
@@ -139,7 +139,7 @@ class CacheFolder:
         return self.small_bytes() + sum(file.nbytes for file in self.segment_files())
 
     def small_bytes(self) -> int:
-        """Return what the files beside the segments take."""
+        """Return the bytes of the files other than segments."""
         total = 0
         for name in BESIDE:
             with suppress(OSError):
@@ -147,7 +147,7 @@ class CacheFolder:
         return total
 
     def last_use(self) -> float:
-        """Return the seconds since 1970: opened, closed or written."""
+        """Return when the cache was last opened, closed or written, in seconds since 1970."""
         times = [file.modified for file in self.segment_files()]
         for name in BESIDE:
             with suppress(OSError):
@@ -166,7 +166,7 @@ class CacheFolder:
         self._replace(DESCRIPTION, text)
 
     def description(self) -> dict[str, str]:
-        """Return the description; empty where there is none that can be read."""
+        """Return the description; empty if it cannot be read."""
         try:
             found = json.loads((self.path / DESCRIPTION).read_bytes())
             return {str(name): str(value) for name, value in found.items() if name != "identity"}
@@ -182,7 +182,7 @@ class CacheFolder:
         self._replace(RECENCY, data + checksum(data).to_bytes(8, "little"))
 
     def recency(self) -> dict[int, float]:
-        """Read the last use by sequence; records written since the tier was last closed are not in it."""
+        """Read the times of last use by sequence; records written since the tier was last closed are missing."""
         try:
             whole = (self.path / RECENCY).read_bytes()
         except OSError:
@@ -190,21 +190,21 @@ class CacheFolder:
         data, check = whole[:-8], whole[-8:]
         if len(data) % _RECENCY.size or int.from_bytes(check, "little") != checksum(data):
             return {}
-        now = time.time()  # a clock that once ran ahead must not keep a record for ever
+        now = time.time()  # a time in the future, from a wrong clock, must not keep a record indefinitely
         return {sequence: min(used, now) for sequence, used in _RECENCY.iter_unpack(data)}
 
     def tidy(self) -> None:
-        """Remove what an interrupted write left behind, and the folder itself once no segment is in it."""
+        """Remove files of interrupted writes, and the folder itself if it has no segment."""
         for path in self._files(TEMPORARY):
             path.unlink(missing_ok=True)
         if not any(self._files(SUFFIX)):
             for name in BESIDE:
                 (self.path / name).unlink(missing_ok=True)
-            with suppress(OSError):  # somebody else's file is in it
+            with suppress(OSError):  # it contains other files
                 self.path.rmdir()
 
     def _is_one(self) -> bool:
-        """Return whether it is a cache, not just any folder with a name of hex digits."""
+        """Return whether the folder is a cache, not just any folder whose name is hex digits."""
         if self.identity.hex() != self.path.name:
             return False
         return (self.path / DESCRIPTION).exists() or bool(self._files(SUFFIX))

@@ -1,4 +1,4 @@
-"""Whether a tier's disk or server does its work: the log hears of it once each way, never in a flood."""
+"""Whether a tier's disk or server works: each change is logged once, with a limited rate."""
 
 import logging
 import time
@@ -12,14 +12,14 @@ QUIET_SECONDS = 60.0
 
 
 class Health:
-    """Notes whether a tier works, and warns when that changes. Only the thread that owns the tier may call it."""
+    """A record of whether a tier works, which warns when that changes. Only the tier's owner thread may call it."""
 
     def __init__(self, what: str) -> None:
-        """Name the tier as its log lines are to begin, without passwords."""
+        """Create it. `what`: the tier's name at the beginning of log lines, without passwords."""
         self._what = what
         self._warned = False
         self._last_warning = -QUIET_SECONDS
-        self.error: str | None = None  # error of the last piece of work, None if it succeeded
+        self.error: str | None = None  # error of the latest work; None if it succeeded
 
     @property
     def ok(self) -> bool:
@@ -41,5 +41,5 @@ class Health:
 
 
 def disk_error(ticket: Ticket[Any]) -> OSError | None:
-    """Return what the disk said; a deadline that passed in the queue says nothing about the disk, and has no errno."""
+    """Return the error that the disk reported; None for a deadline that passed in the queue, which has no errno."""
     return ticket.error if isinstance(ticket.error, OSError) and ticket.error.errno is not None else None

@@ -1,4 +1,4 @@
-"""Looking into a disk tier's folder, for `spill cache ls` and `verify`: reads only, beside a running server too."""
+"""Inspecting a disk tier's folder, for `spill cache ls` and `verify`: read-only, also while a server uses it."""
 
 import time
 from collections.abc import Iterator
@@ -12,32 +12,32 @@ from spillover.memory.tiers.record import EMPTY_HEADER, RecordHeader, is_keyed
 from spillover.memory.tiers.seal import PLAIN, Seal
 from spillover.memory.tiers.segment import Segment
 
-SETTLE_SECONDS = 0.05  # in which a header that was being written is whole
+SETTLE_SECONDS = 0.05  # time after which a header that was being written is complete
 
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    identity: str  # hex
+    identity: str  # identity in hexadecimal digits
     description: dict[str, str]  # model, dtype, block size, layout
     blocks: int
-    nbytes: int  # on the disk, with free slots
-    last_use: float  # seconds since 1970
+    nbytes: int  # bytes on the disk, including free slots
+    last_use: float  # time of the last use in seconds since 1970
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
     file: Path
-    offset: int  # where it is wrong: at the payload, the header, or 0: the whole segment
-    key: bytes | None  # None: the header, or the segment, cannot be read
+    offset: int  # offset of the damaged payload or header; 0 if the whole segment is bad
+    key: bytes | None  # key of the record; None if the header or the segment cannot be read
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyProgress:
-    checked: int  # records so far
+    checked: int  # number of records checked so far
     total: int
-    nbytes: int  # read so far
-    bad: BadRecord | None  # the record just checked, where it is bad, or a segment without any that can be reached
+    nbytes: int  # bytes read so far
+    bad: BadRecord | None  # the record just checked or an unreadable segment; None if the record is good
 
 
 def list_caches(path: str | Path) -> list[CacheInfo]:
@@ -54,8 +54,8 @@ def list_caches(path: str | Path) -> list[CacheInfo]:
 
 
 def verify(path: str | Path, identity: str | None = None, seal: Seal = PLAIN) -> Iterator[VerifyProgress]:
-    """Read every record and compare its checksums, or what the key of `seal` makes of it. `identity` may be shortened,
-    as long as only one begins so."""
+    """Read every record and compare its checksums, or its MACs by the key of `seal`. `identity` may be a prefix of an
+    identity, if it is unique."""
     found: list[tuple[Segment, int, bytes]] = []
     unreadable: list[BadRecord] = []
     for cache in find_caches(path, identity):
@@ -69,7 +69,7 @@ def verify(path: str | Path, identity: str | None = None, seal: Seal = PLAIN) ->
                 with closing(segment):
                     raws = enumerate(segment.raw_headers())
                     found.extend((segment, slot, raw) for slot, raw in raws if raw != EMPTY_HEADER)
-            except FileNotFoundError:  # a server has just made room
+            except FileNotFoundError:  # a server has just removed the segment
                 pass
             except OSError as error:
                 reason = f"the segment cannot be read ({error.strerror or error})"
@@ -82,7 +82,7 @@ def verify(path: str | Path, identity: str | None = None, seal: Seal = PLAIN) ->
 
 def _open(file: Path, identity: bytes) -> Segment | None:
     segment = Segment.open(file, identity, writable=False)
-    if segment is None:  # a server may be making it
+    if segment is None:  # a server may be creating it
         time.sleep(SETTLE_SECONDS)
         segment = Segment.open(file, identity, writable=False)
     return segment
@@ -100,7 +100,7 @@ def _verify(found: list[tuple[Segment, int, bytes]], unreadable: list[BadRecord]
                 current.close()
             current = segment
         bad = None
-        with suppress(FileNotFoundError):  # a server has just made room
+        with suppress(FileNotFoundError):  # a server has just removed the segment
             bad = _check(segment, slot, raw, seal if is_keyed(raw) else PLAIN)
             nbytes += segment.payload_bytes
         yield VerifyProgress(checked, len(found), nbytes, bad)
@@ -109,7 +109,7 @@ def _verify(found: list[tuple[Segment, int, bytes]], unreadable: list[BadRecord]
 
 
 def _check(segment: Segment, slot: int, raw: bytes, seal: Seal) -> BadRecord | None:
-    """Check a record. A server may rewrite the slot, but zeroes the header first: same header, same payload."""
+    """Check a record. A server may rewrite the slot, but zeroes its header first: same header means same payload."""
     header = RecordHeader.unpack(raw, segment.identity, seal)
     if header is None:
         time.sleep(SETTLE_SECONDS)
@@ -133,7 +133,7 @@ def _check(segment: Segment, slot: int, raw: bytes, seal: Seal) -> BadRecord | N
 
 
 def find_caches(path: str | Path, identity: str | None = None) -> list[CacheFolder]:
-    """Find all caches, or the one whose identity begins so; least recently used first."""
+    """Find all caches, or the one whose identity begins with `identity`; least recently used first."""
     root = Path(path)
     try:
         caches = CacheFolder.all(root)

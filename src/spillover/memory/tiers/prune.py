@@ -1,7 +1,7 @@
 """Making a disk tier's folder smaller, for `spill cache prune`. Refused while a server uses the folder.
 
-What stays of a cache is moved to the front of its segments and the files are cut, so that the space is really given
-back. A move writes the record to its new slot before it erases the old one: interrupted, it leaves it twice, not never.
+The remaining records of a cache are moved to the front of its segments and the files are truncated, which frees disk
+space. A move writes the record to its new slot before it erases the old one: if interrupted, both copies exist.
 """
 
 import os
@@ -22,13 +22,13 @@ from spillover.memory.tiers.segment import Segment
 @dataclass(frozen=True, slots=True)
 class Pruned:
     blocks: int
-    nbytes: int  # given back to the disk
+    nbytes: int  # bytes freed on the disk
 
 
 @dataclass(slots=True)
 class _Record:
-    place: int  # slots counted through all segments of the cache
-    raw: bytes  # the header as it lies there
+    place: int  # index of its slot, counted through all segments of the cache
+    raw: bytes  # the header as it is stored
     header: RecordHeader
     used: float
 
@@ -38,12 +38,12 @@ class _Cache:
     folder: CacheFolder
     segments: list[Segment]
     places: list[tuple[Segment, int]] = field(default_factory=list)
-    records: list[_Record] = field(default_factory=list)  # records that stay
-    dropped: list[int] = field(default_factory=list)  # places to erase
-    before: int = 0  # records there were
+    records: list[_Record] = field(default_factory=list)  # records to keep
+    dropped: list[int] = field(default_factory=list)  # places of records to erase
+    before: int = 0  # number of records before pruning
 
     def nbytes(self, count: int) -> int:
-        """Return the bytes on the disk once only `count` records are left and lie in front."""
+        """Return the bytes on the disk once only `count` records are left, in the first slots."""
         if count == 0:
             return 0
         total = RECENCY_BYTES * count + 8
@@ -63,13 +63,13 @@ def prune(
 ) -> Pruned:
     """Drop blocks not used for `older_than` seconds, then the least recently used until `size` bytes are left.
 
-    With `identity` alone, that whole cache goes; with the others, they are about that cache only.
+    With `identity` alone, that whole cache is dropped; with the other arguments, they apply to that cache only.
     """
     if size is None and older_than is None and identity is None:
         raise SpilloverError("nothing to prune: give a size to keep, an age, or the identity of a cache")
     root = Path(path)
     if not find_caches(root, identity):
-        return Pruned(0, 0)  # and no lock is made in a folder of something else
+        return Pruned(0, 0)  # without creating a lock file in a folder that is not a disk tier
     lock = FolderLock.acquire(root, "stop that one before pruning")
     if lock is None:
         raise SpilloverError(f"the disk cache at {root} cannot be written, so nothing can be pruned")
@@ -89,7 +89,7 @@ def prune(
 
 def _read(folder: CacheFolder) -> _Cache:
     segments = folder.segments(writable=True)
-    # Should payloads of two lengths ever meet under one identity, the tier would keep but one of them, too.
+    # If one identity ever has payloads of two sizes, keep only one size, as the tier does.
     segments = [segment for segment in segments if segment.payload_bytes == segments[-1].payload_bytes]
     cache = _Cache(folder, segments)
     recency = folder.recency()
@@ -116,7 +116,7 @@ def _read(folder: CacheFolder) -> _Cache:
 
 
 def _choose(caches: Sequence[_Cache], size: int | None, older_than: float | None, everything: bool) -> None:
-    """Move what must go from each cache's `records` to its `dropped`."""
+    """Move the records to drop from each cache's `records` to its `dropped`."""
     oldest_first = sorted(
         ((record.used, i, record.place) for i, cache in enumerate(caches) for record in cache.records)
     )
@@ -126,7 +126,7 @@ def _choose(caches: Sequence[_Cache], size: int | None, older_than: float | None
         limit = time.time() - older_than if older_than is not None else 0.0
         going = sum(used < limit for used, _, _ in oldest_first)
         if size is not None:
-            low, high = going, len(oldest_first)  # the least number of blocks whose going is enough
+            low, high = going, len(oldest_first)  # search for the smallest sufficient number of blocks
             while low < high:
                 middle = (low + high) // 2
                 left = [0] * len(caches)
@@ -158,18 +158,18 @@ def _apply(cache: _Cache) -> None:
         else:
             segment.remove()
         segment.close()
-    if cache.dropped:  # what was said must not outlive its blocks
+    if cache.dropped:  # the token log must not outlive the blocks of its requests
         (cache.folder.path / TOKENS).unlink(missing_ok=True)
     for file in cache.folder.segment_files():
         if file.path not in {segment.path for segment in cache.segments}:
-            os.unlink(file.path)  # no segment: cut off while it was made
+            os.unlink(file.path)  # not a segment: its creation was interrupted
     if cache.records:
         cache.folder.write_recency((record.header.sequence, record.used) for record in cache.records)
     cache.folder.tidy()
 
 
 def _move_to_front(cache: _Cache) -> None:
-    """Move records to the front; one found to be damaged on the way is dropped, and leaves a gap."""
+    """Move records to the front; one that turns out to be damaged is dropped, and leaves a gap."""
     taken = {record.place for record in cache.records}
     count = len(cache.records)
     free = iter([place for place in range(count) if place not in taken])

@@ -1,7 +1,7 @@
-"""The header that goes with every stored block: whose it is, how long, and what its bytes must add up to.
+"""The header stored with every block: its key, and the length and seal of its payload.
 
-256 bytes, the same on disk and in a remote store. The header's own seal also covers the identity of the cache (model,
-dtype, layout), so that a record which has strayed into another cache is no record there.
+It has 256 bytes, on disk and in a remote store alike. The header's own seal also covers the identity of the cache
+(model, dtype, layout), so a record copied into another cache is not valid there.
 """
 
 import hmac
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from spillover.memory.tiers.seal import PLAIN, KeyedSeal, Seal
 
 HEADER_BYTES = 256
-MAX_KEY_BYTES = 206  # where records are sealed by checksums; with a MAC 158
+MAX_KEY_BYTES = 206  # maximum length of a key if records are sealed by checksums; with a MAC it is 158
 EMPTY_HEADER = bytes(HEADER_BYTES)
 
 
 def _fields(seal_bytes: int) -> struct.Struct:
-    """Return all but the header's own seal: magic, sequence, length and seal of the payload, time, key length, key."""
+    """Return the header without its own seal: magic, sequence, payload length, payload seal, time, key length, key."""
     return struct.Struct(f"<8sQQ{seal_bytes}sdH{MAX_KEY_BYTES - 2 * (seal_bytes - PLAIN.nbytes)}s")
 
 
@@ -29,8 +29,8 @@ class RecordHeader:
     key: bytes
     payload_bytes: int
     payload_seal: bytes
-    sequence: int  # later records of one cache have greater ones
-    written: float  # seconds since 1970
+    sequence: int  # number of the record; later records of one cache have greater ones
+    written: float  # time of writing in seconds since 1970
 
     def pack(self, identity: bytes, seal: Seal = PLAIN) -> bytes:
         fields = _FIELDS[seal.magic]
@@ -41,7 +41,7 @@ class RecordHeader:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview, identity: bytes, seal: Seal = PLAIN) -> "RecordHeader | None":
-        """Parse a header; None where there is no whole header of this cache, sealed like this."""
+        """Parse a header; None if it is not a complete header of this cache with a valid seal of this kind."""
         if len(data) != HEADER_BYTES or bytes(data[:8]) != seal.magic:
             return None
         fields = bytes(data[: -seal.nbytes])
@@ -51,7 +51,7 @@ class RecordHeader:
 
     @classmethod
     def read(cls, data: bytes, identity: bytes) -> "RecordHeader | None":
-        """Return what can be told without a key: of a record with a MAC all, unchecked."""
+        """Parse a header without the key of its seal: a header with a MAC is not verified, any other is."""
         if is_keyed(data):
             return cls._from(data[: -KeyedSeal.nbytes])
         return cls.unpack(data, identity)

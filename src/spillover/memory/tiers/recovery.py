@@ -1,7 +1,7 @@
-"""What a disk tier finds when it starts: the records of its own cache, and how much room other caches take.
+"""The recovery of a disk tier at start: the records of its own cache, and the bytes that other caches use.
 
-Reads one table of headers a segment. Payloads are checked when they are loaded, except those of the last few records:
-they may have been on their way to the disk when the power went.
+It reads one table of headers per segment. Payloads are checked when they are loaded, except those of the last few
+records, which are checked now: they may have been incompletely written when power was lost.
 """
 
 from contextlib import suppress
@@ -14,17 +14,17 @@ from spillover.memory.tiers.seal import Seal
 from spillover.memory.tiers.segment import PAGE, Segment, segment_size
 
 CHECKED_RECORDS = 8
-# The lock, and the description twice, since a new one lies beside the old one for a moment.
+# The lock file, and the description twice, since its replacement exists together with the old one for a moment.
 FIXED_BYTES = PAGE + 2 * MAX_DESCRIPTION_BYTES
 
 
 def segment_cost(slots: int, payload_bytes: int) -> int:
-    """Return what a segment adds to the bytes under the folder, with its part in the recency file and the next."""
+    """Return the bytes that a segment adds to the folder, including its part of two recency files (old and new)."""
     return segment_size(slots, payload_bytes) + 2 * RECENCY_BYTES * slots
 
 
 def slots_that_fit(room: int, payload_bytes: int) -> int:
-    """Return the slots that fit in one segment."""
+    """Return the number of slots of the largest segment that fits in `room` bytes."""
     slots = max(0, room) // (segment_cost(2, payload_bytes) - segment_cost(1, payload_bytes))
     while slots > 0 and segment_cost(slots, payload_bytes) > room:
         slots -= 1
@@ -42,17 +42,17 @@ class FoundRecord:
 @dataclass(slots=True)
 class Recovery:
     segments: list[Segment] = field(default_factory=list)
-    records: list[FoundRecord] = field(default_factory=list)  # in order of use
-    unused: list[tuple[Segment, int, bool]] = field(default_factory=list)  # slot without a record; already backed?
-    dropped: int = 0  # records that were not whole
+    records: list[FoundRecord] = field(default_factory=list)  # valid records, least recently used first
+    unused: list[tuple[Segment, int, bool]] = field(default_factory=list)  # slots without a record; whether backed
+    dropped: int = 0  # number of records that were damaged or incomplete
     next_sequence: int = 1
     next_number: int = 0  # number of the next segment
-    others: list[tuple[CacheFolder, SegmentFile]] = field(default_factory=list)  # may go; the oldest first
-    others_bytes: int = 0  # bytes of other caches, and of what nobody can remove
+    others: list[tuple[CacheFolder, SegmentFile]] = field(default_factory=list)  # removable segments, oldest first
+    others_bytes: int = 0  # bytes of other caches, and of segments that cannot be read or removed
 
 
 def recover(root: Path, folder: CacheFolder, payload_bytes: int, capacity: int, seal: Seal) -> Recovery:
-    """Find what the folder holds; OSError only where the root itself cannot be listed."""
+    """Read the contents of the folder; OSError only if the root itself cannot be listed."""
     found = Recovery()
     for cache in CacheFolder.all(root):
         if cache.identity != folder.identity:
@@ -76,7 +76,7 @@ def _open_segments(found: Recovery, folder: CacheFolder, payload_bytes: int) -> 
             if segment is not None and segment.payload_bytes == payload_bytes:
                 found.segments.append(segment)
             else:
-                file.path.unlink()  # cut off while it was made, or of another format
+                file.path.unlink()  # its creation was interrupted, or it has another format
         except OSError:
             found.others_bytes += file.nbytes
 
@@ -101,7 +101,7 @@ def _read_headers(found: Recovery, payload_bytes: int, recency: dict[int, float]
             found.next_sequence = max(found.next_sequence, header.sequence + 1)
             used = recency.get(header.sequence, header.written)
             record = FoundRecord(segment, index, header, used)
-            # The same block twice: an eviction leaves its record on the disk, and the block may have come again.
+            # A block may be there twice: an eviction leaves its record on the disk, and it may be stored again later.
             known = newest.get(header.key)
             if known is not None and known.header.sequence >= header.sequence:
                 record, known = known, record
@@ -126,7 +126,7 @@ def _drop_torn(found: Recovery, payload_bytes: int, seal: Seal) -> None:
 
 
 def _fit(found: Recovery, payload_bytes: int, capacity: int) -> None:
-    """Remove segments until all fits and there is room for a block: those of other caches first, then our oldest."""
+    """Remove segments until the rest fits, with room for a block: those of other caches first, then its oldest."""
 
     def own_bytes() -> int:
         return FIXED_BYTES + sum(segment_cost(segment.slots, payload_bytes) for segment in found.segments)

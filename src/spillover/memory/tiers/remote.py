@@ -1,7 +1,7 @@
-"""Blocks in a remote store that speaks the Redis protocol (Valkey, Redis), shared by all servers of one identity.
+"""The remote tier: a store with the Redis protocol (Valkey, Redis), shared by all engines of one identity.
 
-A value is a record header and the payload. A server that is dead, slow, full, or no such server at all is a tier
-without blocks (see `served.py`).
+A value is a record header and the payload. A store that is down, slow, full, or not a Redis server is treated as a
+tier without blocks (see `served.py`).
 """
 
 import math
@@ -30,19 +30,19 @@ from spillover.units import format_bytes
 TIMEOUT_SECONDS = 1.0
 LOOKUP_SHARE = 0.25  # share of the timeout for a lookup
 RETRY_SECONDS = 1.0
-PROBE_SECONDS = 5.0  # without a look-up, after which the server is asked whether it is there
-BATCH_BYTES = 4 << 20  # in one round trip
-READ_BYTES = 256 << 10  # at once from the socket; much faster than redis-py's 32 KiB
+PROBE_SECONDS = 5.0  # seconds without a lookup after which the server is probed
+BATCH_BYTES = 4 << 20  # maximum bytes of one round trip
+READ_BYTES = 256 << 10  # bytes per read from the socket; much faster than redis-py's 32 KiB
 FORGET_BATCH = 1000
 
 # The order of use of all blocks of an identity is a sorted set: name -> microseconds, by the server's clock. The first
-# block of a batch counts as the last used, since a prefix without its beginning is worth nothing.
+# block of a batch counts as the most recently used, since a prefix without its beginning is useless.
 _NOW = """
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local ttl = tonumber(ARGV[1])
 """
-# ARGV: ttl in ms or 0, the most blocks, names about to be set. Makes room for them.
+# ARGV: ttl in ms or 0, maximum number of blocks, names about to be set. The script evicts blocks to make room for them.
 _ACCOUNT = (
     _NOW
     + """
@@ -61,7 +61,7 @@ if ttl > 0 then redis.call('PEXPIRE', KEYS[1], ttl) end
 return {redis.call('ZCARD', KEYS[1]), evicted}
 """
 )
-# ARGV: ttl in ms or 0, names that were used.
+# ARGV: ttl in ms or 0, names of blocks that were used.
 _TOUCH = (
     _NOW
     + """
@@ -76,7 +76,7 @@ end
 if ttl > 0 then redis.call('PEXPIRE', KEYS[1], ttl) end
 """
 )
-# ARGV: how many.
+# ARGV: number of blocks to evict.
 _EVICT = """
 local oldest = redis.call('ZPOPMIN', KEYS[1], ARGV[1])
 for i = 1, #oldest, 2 do redis.call('UNLINK', oldest[i]) end
@@ -85,18 +85,18 @@ return #oldest / 2
 
 
 class RemoteUnavailableError(Exception):
-    """The server cannot be used at all."""
+    """The server is down or cannot be used at all."""
 
 
 class RemoteRefusedError(Exception):
-    """The server answers, but takes no blocks: it is full, read-only, or does not let us."""
+    """The server answers but accepts no blocks: it is full or read-only, or denies permission."""
 
 
 class RemoteTier(ServedTier):
-    """A tier in a Redis server; `ttl=` and `size=` bound it, the latter over all servers that share the identity.
+    """A tier in a Redis server, limited by `ttl=` and `size=`, the latter over all engines that share the identity.
 
-    Where servers give different sizes, the smallest holds. Without `size=` the server's own memory policy decides, and
-    evict() has no order to go by: it drops nothing.
+    If engines give different sizes, the smallest applies. Without `size=` the server's memory policy decides, and
+    evict(), which has no order of use then, drops nothing.
     """
 
     name = "remote"
@@ -116,7 +116,7 @@ class RemoteTier(ServedTier):
         threads: int = 2,
         seal: Seal = PLAIN,
     ) -> None:
-        """Connect lazily. `timeout=` in the address goes before the argument; `threads` work in each direction."""
+        """Connect lazily. `timeout=` in the address overrides the argument; `threads`: workers in each direction."""
         address = RemoteAddress.parse(url)
         self._address = address
         self._seal = seal
@@ -141,12 +141,12 @@ class RemoteTier(ServedTier):
         self._client = self._connect(self._seconds)
         self._asking = self._connect(self._lookup_seconds)
         self._write_health = Health(f"remote cache at {address.shown} takes no blocks")
-        self._writes_from = 0.0  # after a refusal
-        self._accounts: deque[tuple[int, int]] = deque()  # from workers: blocks there are, blocks evicted for others
+        self._writes_from = 0.0  # monotonic time before which nothing is stored, because the server refused a store
+        self._accounts: deque[tuple[int, int]] = deque()  # from workers: (number of blocks in the store, evicted)
         self._blocks = self._evictions = 0
-        self._submit_probe()  # so that the log hears of a wrong address at the start
+        self._submit_probe()  # so that a wrong address is logged at the start
 
-    # The tier
+    # Tier methods
 
     def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
         self.poll()
@@ -155,7 +155,7 @@ class RemoteTier(ServedTier):
         names = [self._name(key) for key in keys]
 
         def ask() -> list[bool]:
-            # One command for all is several times cheaper, and mostly all are there or none is.
+            # One command for all is several times cheaper, and usually all blocks exist or none does.
             pipe = self._asking.pipeline(transaction=False)
             pipe.exists(*names)
             count = self._execute(pipe)[0]
@@ -181,7 +181,7 @@ class RemoteTier(ServedTier):
         return self._submit(self._writing, "evict", drop, time.monotonic() + self._seconds)
 
     def stats(self) -> TierStats:
-        """Return statistics; `blocks` counts those of all engines, as far as known, which takes `size=`."""
+        """Return statistics; `blocks` is the latest known number of all engines' blocks, 0 without `size=`."""
         self.poll()
         return replace(
             self._counters(),
@@ -193,9 +193,9 @@ class RemoteTier(ServedTier):
         )
 
     def damage(self, key: bytes, bit: int) -> bool:
-        """Flip one bit of a stored payload where it lies, for tests of what notices; False if there is no such block.
+        """Flip one bit of a stored payload, for tests of damage detection; False if there is no such block.
 
-        Waits for the server.
+        It waits for the server.
         """
         name, at = self._name(key), HEADER_BYTES + bit // 8 % self.payload_bytes
         try:
@@ -206,7 +206,7 @@ class RemoteTier(ServedTier):
         except RedisError:
             return False
 
-    # The workers' side
+    # Methods called by workers
 
     def _store(self, items: Items, deadline: float) -> list[bool | Exception]:
         names = [self._name(key) for key, _ in items]
@@ -222,7 +222,7 @@ class RemoteTier(ServedTier):
         return [True] * len(items)
 
     def _set(self, names: Sequence[bytes], items: Items) -> None:
-        # In one transaction with the account of them, so that no value is ever stored that is in no account.
+        # One transaction with the accounting, so that no value is stored that is not accounted for.
         pipe = self._client.pipeline(transaction=self._max_blocks is not None)
         if self._max_blocks is not None:
             pipe.eval(_ACCOUNT, 1, self._order, self._ttl_ms, self._max_blocks, *names)
@@ -249,7 +249,7 @@ class RemoteTier(ServedTier):
         results = [self._take(value, *item) for value, item in zip(values, items, strict=True)]
         bad = [name for name, result in zip(names, results, strict=True) if isinstance(result, CorruptRecordError)]
         if bad:
-            self._try(lambda: self._client.unlink(*bad))  # so that it can be stored again
+            self._try(lambda: self._client.unlink(*bad))  # so that these blocks can be stored again
         self._touch(names)
         return results
 
@@ -269,7 +269,7 @@ class RemoteTier(ServedTier):
         return True
 
     def _touch(self, names: Sequence[bytes]) -> None:
-        """Mark keys as used just now."""
+        """Mark blocks as just used."""
         if self._max_blocks is not None:
             self._try(lambda: self._client.eval(_TOUCH, 1, self._order, self._ttl_ms, *names))
         elif self._ttl_ms:
@@ -293,7 +293,7 @@ class RemoteTier(ServedTier):
         return True
 
     def _execute(self, pipe: Any) -> list[Any]:
-        """Execute commands and return replies, some of which may be errors; if all are, the server is unusable."""
+        """Execute commands and return the replies, some of which may be errors; raise if all are, or the call fails."""
         try:
             replies: list[Any] = pipe.execute(raise_on_error=False)
         except RedisError as error:
@@ -303,7 +303,7 @@ class RemoteTier(ServedTier):
         return replies
 
     def _try(self, call: Callable[[], object]) -> None:
-        """Try a command: whether it succeeds or not (on a read-only replica, say), what was done before it stands."""
+        """Try a command whose failure, for example on a read-only replica, does not matter to the result."""
         with suppress(RedisError):
             call()
 
@@ -316,7 +316,7 @@ class RemoteTier(ServedTier):
         except RedisError as error:
             raise self._unavailable(error) from None
 
-    # What the answers mean
+    # Results of requests
 
     def _ended(self, kind: str, result: Any, error: Exception | None) -> None:
         if kind == "evict":
@@ -343,7 +343,7 @@ class RemoteTier(ServedTier):
     def _said(self, error: Exception) -> str:
         return self._address.hide(str(error))
 
-    # The owner's side
+    # Methods called by the owner's thread
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
@@ -358,14 +358,14 @@ class RemoteTier(ServedTier):
                 retry=Retry(NoBackoff(), 0),
                 protocol=2,
             )
-            client.connection_pool.make_connection()  # connects nowhere, but takes or refuses every parameter
+            client.connection_pool.make_connection()  # makes no connection, but checks every parameter
         except (TypeError, ValueError, RedisError) as error:
             problem = self._address.hide(str(error)).replace("AbstractConnection.__init__() got an ", "")
             raise SpilloverError(f"the remote store {self._address.shown} cannot be used: {problem}") from None
         return client
 
     def _cut_off(self) -> None:
-        """Free the workers, which a server that trickles would hold for ever."""
+        """Free the workers, which a server that sends very slowly would block indefinitely."""
         self._fail("no answer within the deadline")
         self._disconnect()
 

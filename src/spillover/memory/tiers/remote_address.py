@@ -1,4 +1,4 @@
-"""The address of a remote store: what redis-py may know of it, what is ours, and what nobody may read in a log."""
+"""The address of a remote store: the part for redis-py, this package's own parameters, and secrets kept out of logs."""
 
 import math
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ HIDDEN = "***"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RemoteAddress:
-    url: str  # for redis-py: without our own parameters
-    shown: str  # for people: without user, password and parameters
+    url: str  # address for redis-py, without this package's own parameters
+    shown: str  # address for logs and errors, without user, password and parameters
     secrets: tuple[str, ...]
-    ttl: float | None = None  # seconds a block is kept after its last use
-    size: int | None = None  # bytes, of all blocks of one identity
-    timeout: float | None = None  # seconds for a store or load
+    ttl: float | None = None  # seconds that a block is kept after its last use; None: no limit
+    size: int | None = None  # maximum bytes of all blocks of one identity; None: no limit
+    timeout: float | None = None  # timeout of a store or load in seconds; None: the default
 
     @classmethod
     def parse(cls, text: str) -> "RemoteAddress":
         """Parse redis://[user:password@]host[:port][/db], rediss:// for TLS, unix://[user:password@]/path?db=0."""
-        address = f"'{text.rpartition('@')[2].partition('?')[0]}'"  # whatever else is wrong, no password is repeated
+        address = f"'{text.rpartition('@')[2].partition('?')[0]}'"  # error messages must not contain a password
         try:
             parts = urlsplit(text)
             host, port, user, password = parts.hostname, parts.port, parts.username, parts.password
@@ -65,7 +65,7 @@ class RemoteAddress:
         )
 
     def hide(self, text: str) -> str:
-        """Return the text without user and password; a server may repeat what it was sent."""
+        """Return the text without user and password, which a server's error messages may repeat."""
         for secret in self.secrets:
             text = text.replace(secret, HIDDEN)
         return text

@@ -1,7 +1,7 @@
-"""What a stored record's bytes must add up to: a checksum, or with a key a MAC that only holders of the key can make.
+"""Seals of stored records: a checksum, or with a key a MAC that only holders of the key can compute.
 
-A checksum finds what disks, memories and half-finished writes do to bytes. Whoever can write to a store can compute it
-too, and so decide what a server answers; with a key such a record is rejected like a damaged one.
+A checksum detects damage by disks, memory and incomplete writes. But anyone who can write to a store can compute it
+too, and so control what a server answers; with a key, forged records are rejected like damaged ones.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PLAIN = Seal()
 
 
 def read_seal(key_file: str | None) -> Seal:
-    """Return the seal that `--kv-store-key-file` asks for. The key is the file's bytes, white space stripped."""
+    """Return the seal for `--kv-store-key-file`. The key is the file's bytes, with surrounding white space stripped."""
     if key_file is None:
         return PLAIN
     path = Path(key_file).expanduser()

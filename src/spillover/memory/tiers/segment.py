@@ -1,11 +1,11 @@
 """A segment: one file with a fixed number of slots for records of one cache.
 
-    page 0        what this file is: identity, payload bytes, number of slots
-    then          one header of 256 bytes a slot, so that a scan reads one small piece of each file
-    then          the payloads, each from a multiple of 4096 bytes
+    page 0        title of the file: identity, payload bytes, number of slots
+    then          one header of 256 bytes per slot, so that a scan reads one small piece of each file
+    then          the payloads, each aligned to 4096 bytes
 
-A record is written in the order: its header zeroed, payload, header. Whenever the process is killed, the slot holds the
-old record, none, or the new one; what a lost power supply leaves behind fails the payload's checksum.
+A write zeroes the slot's header, then writes the payload, then the new header. Whenever the process is killed, the slot
+has the old record, none, or the new one; an incomplete write after a power failure fails the payload's checksum.
 """
 
 import errno
@@ -30,19 +30,19 @@ def round_up(nbytes: int) -> int:
 
 
 def segment_size(slots: int, payload_bytes: int) -> int:
-    """Return the bytes of the whole file, once its last slot has been written."""
+    """Return the size of the whole file in bytes, once its last slot has been written."""
     return PAGE + round_up(slots * HEADER_BYTES) + slots * round_up(payload_bytes)
 
 
 class CutOffError(CorruptRecordError, OSError):
-    """The file ends before the record does: somebody has made it shorter. It can be written again."""
+    """The file ends before the record does, because it was truncated externally. The slot can be written again."""
 
 
 class Segment:
-    """A file of slots. Everything here blocks; workers call it, several at once, each with a slot of its own."""
+    """A file of slots. Its methods block; workers call them concurrently, each for a different slot."""
 
     def __init__(self, path: Path, identity: bytes, payload_bytes: int, slots: int) -> None:
-        """Make a segment whose file is made by the first write. `Segment.open` is for one that is there."""
+        """Create a segment whose file is created by the first write. Use `Segment.open` for an existing file."""
         self.path = path
         self.identity = identity
         self.payload_bytes = payload_bytes
@@ -50,14 +50,14 @@ class Segment:
         self.nbytes = segment_size(slots, payload_bytes)
         self._data_start = PAGE + round_up(slots * HEADER_BYTES)
         self._slot_bytes = round_up(payload_bytes)
-        self._lock = threading.Lock()  # while the file is made or opened
+        self._lock = threading.Lock()  # held while the file is created or opened
         self._file: int | None = None
         self._exists = False
         self._writable = True
 
     @classmethod
     def open(cls, path: Path, identity: bytes, writable: bool = True) -> "Segment | None":
-        """Open a file; None where it is not, or not wholly, a segment of this cache."""
+        """Open a file; None if it is not a complete segment of this cache."""
         file = _open(path, writable)
         try:
             title = os.pread(file, _TITLE.size + 8, 0)
@@ -85,7 +85,7 @@ class Segment:
         return bytes(header)
 
     def read(self, slot: int, payload: memoryview) -> None:
-        """Read the payload of a slot, whatever it is: the caller holds its header, and compares."""
+        """Read the payload of a slot without checks: the caller compares it with the header."""
         _read(self._open(), payload, self.payload_offset(slot))
 
     def write(self, slot: int, header: bytes, payload: memoryview) -> None:
@@ -95,7 +95,7 @@ class Segment:
         _write(file, header, self.header_offset(slot))
 
     def erase(self, slots: Sequence[int] | None = None) -> None:
-        """Erase these slots, or all: they hold no record from now on."""
+        """Erase the headers of these slots, or of all: they have no record from now on."""
         with self._lock:
             if not self._exists:
                 return
@@ -107,13 +107,13 @@ class Segment:
                 _write(file, EMPTY_HEADER, self.header_offset(slot))
 
     def shorten(self, slots: int) -> None:
-        """Give back the space of payloads behind the first `slots`, which hold no records."""
+        """Free the space of payloads after the first `slots`; those slots must have no records."""
         file = self._open()
         if os.fstat(file).st_size > self.end_of(slots):
             os.ftruncate(file, self.end_of(slots))
 
     def flip_bit(self, slot: int, bit: int) -> None:
-        """Damage a payload where it lies, to see whether that is noticed."""
+        """Flip one bit of a stored payload, for tests of damage detection."""
         at = self.payload_offset(slot) + bit // 8 % self.payload_bytes
         byte = bytearray(1)
         _read(self._open(), memoryview(byte), at)
@@ -124,7 +124,7 @@ class Segment:
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file, only when no worker is left: another file may get the same number at once."""
+        """Close the file; no worker may use it any more, as its descriptor may be reused for another file at once."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -137,7 +137,7 @@ class Segment:
         return self._data_start + slot * self._slot_bytes
 
     def end_of(self, slots: int) -> int:
-        """Return the bytes of the file when the first `slots`, at least one, have been written, and no others."""
+        """Return the size of the file in bytes if the first `slots`, at least one, have been written, and no others."""
         return self.payload_offset(slots - 1) + self.payload_bytes
 
     def _open(self, create: bool = False) -> int:
@@ -145,7 +145,7 @@ class Segment:
             if self._file is None:
                 try:
                     self._file = self._create() if create and not self._exists else _open(self.path, self._writable)
-                except FileNotFoundError:  # somebody has removed it
+                except FileNotFoundError:  # the file was removed externally
                     if not create or not self._exists:
                         raise
                     self._file = self._create()
@@ -153,8 +153,8 @@ class Segment:
             return self._file
 
     def _create(self) -> int:
-        """Create the file; refuse a link that somebody has put there to have another file overwritten."""
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # perhaps it was removed
+        """Create the file; refuse to follow a symbolic link, which could make it overwrite another file."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the folder may have been removed
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             file = os.open(self.path.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
@@ -177,7 +177,7 @@ def _open(path: Path, writable: bool) -> int:
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)  # what is there can still be loaded
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)  # stored blocks can still be loaded
 
 
 def _read(file: int, buffer: memoryview, offset: int) -> None:

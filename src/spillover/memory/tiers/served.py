@@ -1,7 +1,7 @@
-"""A tier whose blocks another process keeps: how it is asked, found gone, found again, made to forget, and closed.
+"""The base class of tiers whose blocks another process keeps: requests, failure detection, probing, clear and close.
 
-After the first failure nothing waits for the server; it is asked now and then whether it is back. What is said to a
-server, and what its answers mean, is the sub-class's.
+After the first failure nothing waits for the server; it is probed from time to time until it is back. Subclasses
+define the requests to a server and the meaning of its answers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class ServedTier:
-    """A tier in another process. Methods called by workers say so; all others belong to the owner's thread."""
+    """A tier in another process. Methods are called on the owner's thread unless they are marked for workers."""
 
     name: str
-    _harmless: ClassVar[tuple[type[Exception], ...]] = (CorruptRecordError, TimeoutError)  # after these it is still up
+    _harmless: ClassVar[tuple[type[Exception], ...]] = (CorruptRecordError, TimeoutError)  # the server is up
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class ServedTier:
         threads: int,
         down: bool,
     ) -> None:
-        """Start without asking anything. `shown`: how log lines name it; `batch`: the most blocks in one request;
-        `down`: nothing waits for the server before it has answered once."""
+        """Start without a request. `shown`: name of the tier in logs; `batch`: maximum number of blocks in one request;
+        `down`: treat the server as down until it has answered once."""
         self.payload_bytes = payload_bytes
         self._batch = batch
         self._seconds = seconds
@@ -50,20 +50,20 @@ class ServedTier:
         self._lookups = Lane(f"{self.name}-lookup", 1, wake, (probe_seconds, self._probe_idle))
         self._reading = Lane(f"{self.name}-read", threads, wake)
         self._writing = Lane(f"{self.name}-write", threads, wake)
-        self._work: dict[Ticket[Any], str] = {}  # what each is for
-        self._probes: deque[Any] = deque(maxlen=1)  # from workers: the server's last answer, or an Exception
+        self._work: dict[Ticket[Any], str] = {}  # pending ticket -> kind of request
+        self._probes: deque[Any] = deque(maxlen=1)  # from workers: the server's last answer to a probe, or an Exception
         self._health = Health(shown)
         self._down = down
-        self._down_until = math.inf if down else 0.0  # the server is not asked before; meaningful while _down
+        self._down_until = math.inf if down else 0.0  # no probe before this time while _down
         self._clear_wanted = False
         self._open = True
         self._stores = self._loads = self._store_failures = self._load_failures = 0
         self._seconds_writing = self._seconds_reading = 0.0
 
-    # The tier
+    # Tier methods
 
     def has(self, key: bytes) -> None:
-        """Return None: only the server knows."""
+        """Return None: finding out takes a request to the server."""
 
     def store(self, items: Items) -> list[Ticket[bool]]:
         self._check(items)
@@ -89,7 +89,7 @@ class ServedTier:
             self._submit(self._writing, "clear", self._forget, math.inf)
 
     def clear(self) -> None:
-        """Forget all blocks: this tier has none until the server, asked again and again, has forgotten them."""
+        """Forget all blocks: the tier has none until the server has dropped them, which is retried until it has."""
         self._clear_wanted = True
         for ticket, kind in list(self._work.items()):
             if kind == "store":
@@ -113,53 +113,53 @@ class ServedTier:
         self.poll()
         self._disconnect()
 
-    # What a sub-class says to its server, by workers
+    # Requests that a subclass defines, called by workers
 
     @abstractmethod
     def _store(self, items: Items, deadline: float) -> list[bool | Exception]:
-        """Store blocks and return for each whether it is there now."""
+        """Store blocks and return for each whether the server has it now."""
 
     @abstractmethod
     def _load(self, items: Items, deadline: float) -> list[bool | Exception]:
-        """Load blocks and return for each whether its buffer holds what was stored."""
+        """Load blocks and return for each whether its buffer has the stored bytes."""
 
     @abstractmethod
     def _forget(self) -> bool:
-        """Have the server forget all blocks of this identity."""
+        """Make the server drop all blocks of this identity."""
 
     @abstractmethod
     def _probe(self) -> Any:
-        """Return the server's answer to the question whether it is there; raises where there is none."""
+        """Return the server's answer to a probe; raise if there is none."""
 
-    # What else differs among servers
+    # Other methods that subclasses define or override
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """Close all connections; those in use end what they are used for."""
+        """Close all connections; one in use may stay open until its request ends."""
 
     def _let_go(self) -> None:
-        """Give up what is kept for a server that may be gone; called by workers too."""
+        """Release resources kept for a server that may be down; called by workers too."""
 
     def _cut_off(self) -> None:
-        """Free workers that hang past their deadline, where requests do not end by themselves."""
+        """Free workers that hang past their deadline, if requests do not time out by themselves."""
 
     def _answered(self, answer: Any) -> None:
-        """Take in the answer to a probe."""
+        """Process the answer to a probe."""
 
     def _ended(self, kind: str, result: Any, error: Exception | None) -> None:
-        """Take in how a request other than a probe ended."""
+        """Process the result of a request other than a probe."""
 
     def _count(self) -> None:
-        """Take in what workers have counted."""
+        """Process the counts collected by workers."""
 
     def _said(self, error: Exception) -> str:
-        """Return an error as logs may show it."""
+        """Return an error's text without secrets, for logs."""
         return str(error)
 
     def _takes_blocks(self) -> bool:
         return self._usable()
 
-    # What they share
+    # Shared implementation
 
     def _usable(self) -> bool:
         return self._open and not self._down and not self._clear_wanted
@@ -191,8 +191,8 @@ class ServedTier:
 
     def _submit_batches(self, kind: Literal["store", "load"], items: Sequence[T],
                         do: Callable[[Sequence[T], float], list[bool | Exception]], most: int) -> list[Ticket[bool]]:
-        """Submit requests of at most n items each, by whose results their tickets end; where the server cannot be
-        asked, they have ended."""
+        """Submit requests of at most `most` items each, and return one ticket per item; if the server cannot be used,
+        the tickets are already done."""
         self.poll()
         storing = kind == "store"
         if not (self._takes_blocks() if storing else self._usable()):
@@ -216,7 +216,7 @@ class ServedTier:
         result, error = ticket.result(), ticket.error
         if kind == "probe":
             answer = error or TimeoutError("no answer within the deadline") if result is None else result
-            if self._down or not isinstance(answer, TimeoutError):  # one that never began says nothing of a server
+            if self._down or not isinstance(answer, TimeoutError):  # a probe that never began does not mean a failure
                 self._take_probe(answer)
             return
         if kind == "store":
@@ -234,11 +234,11 @@ class ServedTier:
             self._fail(self._said(error))
 
     def _probe_idle(self) -> None:
-        """Probe the server, by a worker that nobody has asked for a while; poll() takes it in."""
+        """Probe the server on an idle worker; poll() processes the answer."""
         try:
             self._probes.append(self._probe())
         except Exception as error:
-            self._let_go()  # at once: nobody may ask for long
+            self._let_go()  # at once: the next poll() may be much later
             self._probes.append(error)
 
     def _take_probe(self, answer: Any) -> None:

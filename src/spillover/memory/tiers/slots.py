@@ -1,7 +1,7 @@
-"""Which record lies in which slot of a disk tier, and which slot the next record gets. Knows no file, does no I/O.
+"""The map from records to slots of a disk tier, and the choice of the slot for the next record. It does no I/O.
 
 A slot is *free*, *written to* (reserved), *live* (its record can be found), or *dropped* (no longer found, but a load
-still reads it or its header is still to be erased). Only a live slot that nobody reads may be the policy's victim.
+still reads it or its header is still to be erased). Only a live slot that is not being read may be the policy's victim.
 """
 
 from collections import deque
@@ -17,11 +17,11 @@ from spillover.memory.tiers.segment import Segment
 @dataclass(slots=True)
 class Slot:
     segment: Segment
-    index: int  # in the segment
-    backed: bool  # it has been written before, so that writing it again takes no more of the disk
+    index: int  # index of the slot in its segment
+    backed: bool  # whether it has been written before, so that another write needs no more disk space
     record: RecordHeader | None = None
-    used: float = 0.0  # when, in seconds since 1970
-    holds: int = 0  # loads that read it, or a write or erasure on its way
+    used: float = 0.0  # time of the last use in seconds since 1970
+    holds: int = 0  # number of loads that read it, or 1 for a pending write or erasure
 
 
 class SlotTable:
@@ -29,10 +29,10 @@ class SlotTable:
         self._policy = policy
         self._slots: list[Slot] = []
         self._live: dict[bytes, int] = {}
-        self._free: list[int] = []  # backed
-        self._fresh: deque[int] = deque()  # not backed
-        self._resting: deque[tuple[float, int]] = deque()  # failed; (when to try again, slot)
-        self.fresh_from = 0.0  # a full disk: no fresh slot before this time
+        self._free: list[int] = []  # free slots that are backed
+        self._fresh: deque[int] = deque()  # free slots that are not backed
+        self._resting: deque[tuple[float, int]] = deque()  # slots whose I/O failed: (time of the next try, slot)
+        self.fresh_from = 0.0  # no slot of `_fresh` is used before this time, because the disk was full
         self.evictions = 0
         self.events: BlockEvents = NO_BLOCK_EVENTS
 
@@ -55,14 +55,14 @@ class SlotTable:
         return self._live.get(key)
 
     def add(self, segment: Segment, index: int, backed: bool) -> int:
-        """Return a new slot, free."""
+        """Add a free slot and return its number."""
         slot = len(self._slots)
         self._slots.append(Slot(segment, index, backed))
         (self._free if backed else self._fresh).append(slot)
         return slot
 
     def adopt(self, segment: Segment, index: int, record: RecordHeader, used: float) -> None:
-        """Add a slot with a record that was found in it; called in order of use."""
+        """Add a slot with the record that recovery found in it; called in order of use."""
         slot = len(self._slots)
         self._slots.append(Slot(segment, index, True, holds=1))
         self.touch(slot, used)
@@ -90,7 +90,7 @@ class SlotTable:
                 (self._free if found.backed else self._fresh).append(slot)
 
     def reserve(self, now: float) -> int | None:
-        """Return a slot to write to, held; evicts the policy's victim where none is free. None: all slots are held."""
+        """Return a slot to write to, held; evict the policy's victim if none is free. None if no slot is available."""
         while self._resting and self._resting[0][0] <= now:
             slot = self._resting.popleft()[1]
             (self._free if self._slots[slot].backed else self._fresh).append(slot)
@@ -106,7 +106,7 @@ class SlotTable:
         return slot
 
     def take_free(self) -> list[int]:
-        """Return every slot without a record or a holder, held from now on."""
+        """Hold and return every slot that has no record and is not held."""
         taken = [*self._free, *self._fresh, *(slot for _, slot in self._resting)]
         self._free.clear()
         self._fresh.clear()
@@ -116,11 +116,11 @@ class SlotTable:
         return taken
 
     def has_room(self) -> bool:
-        """Return whether a slot is free, if perhaps not yet to be tried."""
+        """Return whether a slot is free, even if it must not be tried yet."""
         return bool(self._free or self._fresh)
 
     def publish(self, slot: int, record: RecordHeader) -> None:
-        """Make the slot live, which its writer held until now."""
+        """Make the slot live and release the writer's hold."""
         found = self._slots[slot]
         assert found.record is None
         assert record.key not in self._live
@@ -131,7 +131,7 @@ class SlotTable:
         self.release(slot)
 
     def drop(self, slot: int) -> None:
-        """Drop the record: it is not found any more."""
+        """Drop the record, which is no longer found."""
         found = self._slots[slot]
         assert found.record is not None
         if found.holds == 0:
@@ -143,7 +143,7 @@ class SlotTable:
         self.release(slot)
 
     def rest(self, slot: int, until: float) -> None:
-        """Release a slot whose disk failed, but hands it out again only later."""
+        """Release a slot after an I/O error, but do not use it again before this time."""
         found = self._slots[slot]
         if found.record is not None:
             self.drop(slot)
@@ -160,7 +160,7 @@ class SlotTable:
         return True
 
     def check(self) -> None:
-        """Recount everything from scratch; every slot is in exactly one place."""
+        """Assert that every slot is in exactly one state and that all counts agree."""
         places = [*self._free, *self._fresh, *(slot for _, slot in self._resting), *self._live.values()]
         assert len(places) == len(set(places)), "a slot is in two places"
         for number, slot in enumerate(self._slots):

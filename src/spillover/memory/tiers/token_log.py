@@ -1,9 +1,9 @@
-"""The tokens of requests that ended, in a file beside a disk tier's blocks: what drafts can be made of after a restart.
+"""The tokens of finished requests, in a file next to a disk tier's blocks, from which drafts are made after a restart.
 
-Blocks are named by digests, which no token can be read out of, so the tokens are kept apart. The file is bounded: once
-it is full the older half goes. It is written by a thread of its own, under the lock of the tier that it lies beside.
-A record has a mark, the digest of model and `cache_salt`, the tokens and a seal over all of it and the identity of the
-cache; whatever does not add up is skipped, and the next record is found by its mark.
+Blocks are named by digests, from which tokens cannot be recovered, so tokens are stored separately. The file is
+bounded: when it is full, the older half is dropped. A separate thread writes it, under the lock of the disk tier.
+A record has a mark, the digest of model and `cache_salt`, the tokens and a seal over all of these and the identity of
+the cache; bytes that are not a valid record are skipped, and the next record is found by its mark.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ log = logging.getLogger("spillover.memory")
 
 MOST_BYTES = 1 << 20
 LEAST_BYTES = 1 << 14
-SHARE = 64  # a log takes at most 1 / SHARE of its disk's bytes
-MOST_TOKENS = 4096  # of a record
-MOST_WAITING = 256  # records for the disk, which may hang
+SHARE = 64  # a log uses at most 1 / SHARE of its disk tier's bytes
+MOST_TOKENS = 4096  # maximum number of tokens in one record
+MOST_WAITING = 256  # maximum number of records that wait to be written, as the disk may hang
 _MARK = b"SPTK"
 _HEAD = struct.Struct(f"<4sI{DIGEST_BYTES}s")  # mark, number of tokens, digest
 
 
 class TokenLog:
     def __init__(self, root: str | Path, capacity: int, identity: bytes, seal: Seal = PLAIN) -> None:
-        """Know the file; `load` reads it and `append` writes. `capacity`: bytes of the disk tier at `root`."""
+        """Determine the path and size limit of the file, without I/O. `capacity`: bytes of the disk tier at `root`."""
         self.path = CacheFolder.of(Path(root), seal.identity(identity)).path / TOKENS
-        self.most_bytes = min(MOST_BYTES, capacity // SHARE)  # 0: there is no room for one
+        self.most_bytes = min(MOST_BYTES, capacity // SHARE)  # maximum size of the file; 0: the log is disabled
         if self.most_bytes < LEAST_BYTES:
             self.most_bytes = 0
         self._identity = identity
@@ -50,7 +50,7 @@ class TokenLog:
         self._writer: threading.Thread | None = None
 
     def load(self) -> Iterator[tuple[bytes, array[int]]]:
-        """Yield (digest, tokens) of every record, oldest first; warns of bytes that are none."""
+        """Yield (digest, tokens) of every record, oldest first; log a warning about damaged bytes."""
         data = self._read()
         found, skipped = self._records(data)
         self._nbytes = len(data)
@@ -63,7 +63,7 @@ class TokenLog:
             yield digest, array("i", data[first:first + TOKEN_BYTES * count])
 
     def append(self, digest: bytes, tokens: Sequence[int]) -> None:
-        """Keep tokens, soon; the last MOST_TOKENS of them. Never waits for the disk."""
+        """Queue tokens, at most the last MOST_TOKENS, to be written soon. It never waits for the disk."""
         if not self.most_bytes or self._failed or not tokens:
             return
         record = self._record(digest, tokens[-self._most_tokens():])
@@ -77,7 +77,7 @@ class TokenLog:
             self._news.notify()
 
     def close(self, seconds: float) -> None:
-        """Write what waits, for so long; nothing is written afterwards."""
+        """Write queued records for at most this many seconds; nothing is written afterwards."""
         with self._news:
             self._closing = True
             self._news.notify()
@@ -95,7 +95,7 @@ class TokenLog:
         return data + self._seal.of_payload(self._identity + data)
 
     def _records(self, data: bytes) -> tuple[list[tuple[int, int]], int]:
-        """Return where whole records lie, and how many bytes are of none."""
+        """Return the (start, end) of each valid record, and the number of bytes outside of records."""
         found, skipped, at = [], 0, 0
         while at < len(data):
             end = self._end_of(data, at)
@@ -109,7 +109,7 @@ class TokenLog:
         return found, skipped
 
     def _end_of(self, data: bytes, at: int) -> int | None:
-        """Return the end of the record that begins here; None: none does."""
+        """Return the end of the record that starts at this offset; None if no valid record does."""
         if len(data) - at < _HEAD.size:
             return None
         mark, count, _ = _HEAD.unpack_from(data, at)
@@ -123,14 +123,14 @@ class TokenLog:
     def _read(self) -> bytes:
         try:
             with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-                return file.read(2 * MOST_BYTES)  # a larger one is not ours
+                return file.read(2 * MOST_BYTES)  # a log is never larger
         except FileNotFoundError:
             return b""
         except OSError as error:
-            log.warning("%s cannot be read: %s; drafts begin without what was said before", self.path, error)
+            log.warning("%s cannot be read: %s; drafts start without the tokens of earlier requests", self.path, error)
             return b""
 
-    # The writer's thread
+    # Methods of the writer thread
 
     def _write(self) -> None:
         while True:
@@ -146,7 +146,7 @@ class TokenLog:
                     self._add(record)
             except OSError as error:
                 self._failed = True
-                log.warning("%s cannot be written: %s; what is said from now on is not drafted after a restart",
+                log.warning("%s cannot be written: %s; tokens from now on are not available for drafts after a restart",
                             self.path, error)
                 return
 
@@ -158,7 +158,7 @@ class TokenLog:
             self._nbytes = file.tell()
 
     def _shorten(self) -> None:
-        """Leave the newest records, half of what the file may hold."""
+        """Drop all but the newest records, which may use up to half of the file's maximum size."""
         data = self._read()
         found, _ = self._records(data)
         first = len(found)

@@ -1,4 +1,4 @@
-"""Copies where the device is the CPU: on a thread of their own, ahead of need."""
+"""Copies of weights if the device is the CPU: made on a separate thread, before they are needed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from spillover.memory.transfer.host_pool import HostPool
 from spillover.memory.transfer.link_queue import LinkQueue, Priority, Turn
 
-RATE = 10e9  # bytes a second, until a copy was seen
+RATE = 10e9  # assumed bytes per second until a copy has been measured
 
 
 class CpuCopy:
-    """A copy on its way."""
+    """The ticket of a copy in flight."""
 
     def __init__(self, turn: Turn, future: Future[None]) -> None:
         self.turn = turn
@@ -21,7 +21,7 @@ class CpuCopy:
 
 
 class CpuTransfers:
-    """A memory.transfer.transfers.Transfers. Computing is done when its call returns: no copy has to let it pass."""
+    """A memory.transfer.transfers.Transfers. Kernels complete before their call returns, so no copy waits for them."""
 
     def __init__(self, pool: HostPool | None = None) -> None:
         self.pool = pool or HostPool()
@@ -35,13 +35,13 @@ class CpuTransfers:
         return self.submit(copy, target.nbytes, priority)
 
     def submit(self, work: Callable[[], None], nbytes: int, priority: Priority) -> CpuCopy:
-        """Do work that moves `nbytes` in its turn, on the thread of copies."""
+        """Run work that copies `nbytes` on the copy thread, when the link queue gives it a turn."""
         turn = Turn(priority, nbytes)
         return CpuCopy(turn, self._thread.submit(self._run, work, turn))
 
     def wait(self, ticket: CpuCopy) -> None:
-        """Wait for a copy. Copies are made in the order they were started in: one that nobody waits for any more may go
-        to the same place."""
+        """Wait for a copy. Copies run in the order in which they were started, as an earlier one that is no longer
+        waited for may have the same target."""
         self.queue.promote(ticket.turn, Priority.DEMAND)
         ticket.future.result()
 

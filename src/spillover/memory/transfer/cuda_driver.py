@@ -1,8 +1,8 @@
-"""The few calls of the CUDA driver that copies and managed memory need, by ctypes. No torch here.
+"""The few CUDA driver calls that copies and managed memory need, by ctypes and without torch.
 
-A copy a block through torch would give up and take back the interpreter each time, and wait for whoever has it then:
-here a batch is one call. NVIDIA's bindings (cuda-python) would be one
-more thing to install and save ten declarations: kernels/native/cuda_copy.cpp needs the addresses of these functions.
+One torch copy per block would release and reacquire the GIL each time, and wait for other threads that hold it; here a
+batch is one call. NVIDIA's bindings (cuda-python) would be one more dependency and save only ten declarations:
+kernels/native/cuda_copy.cpp needs the addresses of these functions.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy.typing as npt
 
 Addresses = npt.NDArray[np.uint64]
 
-_PORTABLE = 1  # pinned for every context
-_STREAM_ORDER = 1  # sources are read when the stream gets there
+_PORTABLE = 1  # memory is pinned for every context
+_STREAM_ORDER = 1  # sources are read when the stream reaches the copy
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
 _UNSUPPORTED = 801
 _EQUAL = 1
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_POPULATE_WRITE = 23  # Linux 5.14; older ones refuse, which does no harm
+_POPULATE_WRITE = 23  # Linux 5.14; older kernels refuse it, which is harmless
 _ATTACH_GLOBAL = 1  # managed memory that every stream may use
 _HOST = -1  # CU_DEVICE_CPU
-_CONCURRENT_MANAGED_ACCESS = 89  # the attribute of a device whose pages move when they are touched
+_CONCURRENT_MANAGED_ACCESS = 89  # attribute of devices to which pages move when touched
 READ_MOSTLY, NOT_READ_MOSTLY, PREFERRED_LOCATION, NO_PREFERRED_LOCATION = 1, 2, 3, 4  # CUmem_advise
 
 
 class DriverTable(ctypes.Structure):
-    """Addresses of functions, as kernels/native/cuda_copy.cpp takes them."""
+    """The addresses of driver functions in the layout that kernels/native/cuda_copy.cpp expects."""
 
     _fields_ = tuple((name, c_void_p) for name in (
         "set_context", "write_value", "copy", "copy_batch", "record_event", "synchronize_event",
@@ -38,7 +38,7 @@ class DriverTable(ctypes.Structure):
 
 
 class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes; the hints of places are for memory that the driver moves about by itself."""
+    """CUmemcpyAttributes; the location hints apply only to managed memory, which the driver migrates."""
 
     _fields_ = (
         ("source_order", c_int),
@@ -57,7 +57,7 @@ class _SharedMemory(ctypes.Structure):
 
 
 class CudaDriver:
-    """Calls that act on a device need its context, which set_context makes the calling thread's."""
+    """The CUDA driver. Calls that act on a device need its context to be current in the thread, see set_context()."""
 
     def __init__(self) -> None:
         library = self._library = ctypes.CDLL("libcuda.so.1")
@@ -95,7 +95,7 @@ class CudaDriver:
 
     @property
     def batches(self) -> bool:
-        """Whether a batch is one call."""
+        """Return whether a batch of copies is one driver call."""
         return self._batch is not None
 
     def table(self) -> DriverTable:
@@ -105,7 +105,7 @@ class CudaDriver:
         return DriverTable(*(None if each is None else ctypes.cast(each, c_void_p) for each in functions))
 
     def context(self, device: int) -> int:
-        """Of a device, the one that torch uses too. Kept until the process ends."""
+        """Return a device's primary context, which torch uses too. It is retained until the process ends."""
         context = c_void_p()
         _check("cuDevicePrimaryCtxRetain", self._library.cuDevicePrimaryCtxRetain(byref(context), device))
         assert context.value is not None
@@ -115,28 +115,28 @@ class CudaDriver:
         _check("cuCtxSetCurrent", self._library.cuCtxSetCurrent(context))
 
     def make_event(self) -> int:
-        """One whose waiting threads sleep, and do not spin; for the current context, until the process ends."""
+        """Create an event of the current context whose waiters sleep instead of spinning; it is never destroyed."""
         event = c_void_p()
         _check("cuEventCreate", self._library.cuEventCreate(byref(event), _BLOCKING_SYNC | _DISABLE_TIMING))
         assert event.value is not None
         return event.value
 
     def finish(self, stream: int, event: int) -> None:
-        """Sleeps until all that is in the stream now has run."""
+        """Sleep until all work queued so far in the stream has completed."""
         _check("cuEventRecord", self._library.cuEventRecord(event, stream))
         _check("cuEventSynchronize", self._library.cuEventSynchronize(event))
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
-        """Let the stream go on once the 32 bits at a device address have this value; also while it is captured."""
+        """Make the stream wait until the 32 bits at a device address have this value; this can be captured."""
         _check("cuStreamWaitValue32", self._library.cuStreamWaitValue32_v2(stream, address, value, _EQUAL))
 
     def write_value(self, stream: int, address: int, value: int) -> None:
-        """Write 32 bits to a device address once the stream gets there, after all that it did before."""
+        """Write 32 bits to a device address in stream order, after all earlier work of the stream."""
         _check("cuStreamWriteValue32", self._library.cuStreamWriteValue32_v2(stream, address, value, 0))
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of zeros on the current device that other processes can map. Kept until the process
-        ends."""
+        """Allocate zeroed memory on the current device that other processes can map; return its address. It is never
+        freed."""
         address = c_uint64()
         _check("cuMemAlloc", self._library.cuMemAlloc_v2(byref(address), nbytes))
         _check("cuMemsetD8", self._library.cuMemsetD8_v2(address, 0, nbytes))
@@ -144,17 +144,17 @@ class CudaDriver:
         return address.value
 
     def synchronize(self) -> None:
-        """Wait for all that the current context has begun."""
+        """Wait for all work of the current context."""
         _check("cuCtxSynchronize", self._library.cuCtxSynchronize())
 
     def share(self, address: int) -> bytes:
-        """Return what another process opens this memory with; it was allocated here."""
+        """Return a handle with which another process can open memory from allocate()."""
         shared = _SharedMemory()
         _check("cuIpcGetMemHandle", self._library.cuIpcGetMemHandle(byref(shared), address))
         return bytes(shared)
 
     def open_shared(self, handle: bytes) -> int:
-        """Map what another process shares, of this device or of one that it can reach; returns its address here."""
+        """Map memory that another process shares, of this device or a peer; return its address in this process."""
         address = c_uint64()
         _check("cuIpcOpenMemHandle", self._library.cuIpcOpenMemHandle_v2(
             byref(address), _SharedMemory.from_buffer_copy(handle), _ENABLE_PEERS))
@@ -168,13 +168,13 @@ class CudaDriver:
         return value.value != 0
 
     def free_memory(self) -> int:
-        """Return the bytes that are free on the current device."""
+        """Return the number of free bytes on the current device."""
         free, total = c_size_t(), c_size_t()
         _check("cuMemGetInfo", self._library.cuMemGetInfo_v2(byref(free), byref(total)))
         return free.value
 
     def allocate_managed(self, nbytes: int) -> int:
-        """Return the address of memory whose pages are on the current device or the host, wherever they are used."""
+        """Allocate memory whose pages move between the current device and the host on use; return its address."""
         address = c_uint64()
         _check("cuMemAllocManaged", self._library.cuMemAllocManaged(byref(address), nbytes, _ATTACH_GLOBAL))
         return address.value
@@ -183,26 +183,26 @@ class CudaDriver:
         _check("cuMemFree", self._library.cuMemFree_v2(address))
 
     def prefetch(self, address: int, nbytes: int, device: int | None, stream: int) -> None:
-        """Move managed pages to a device, or to the host where that is None, in the order of a stream."""
+        """Move managed pages to a device, or to the host if it is None, in stream order."""
         _check("cuMemPrefetchAsync", self._library.cuMemPrefetchAsync(
             address, nbytes, _HOST if device is None else device, stream))
 
     def advise(self, address: int, nbytes: int, advice: int) -> None:
-        """Give advice on managed pages, at once and in the order of no stream; places are the host."""
+        """Advise the driver on managed pages, immediately and not in stream order; the location is the host."""
         _check("cuMemAdvise", self._library.cuMemAdvise(address, nbytes, advice, _HOST))
 
     def populate(self, address: int, nbytes: int) -> None:
         self._madvise(address, nbytes, _POPULATE_WRITE)
 
     def register(self, address: int, nbytes: int) -> bool:
-        """Pin host memory from the start of a page; return whether the driver did."""
+        """Pin page-aligned host memory; return whether the driver accepted it."""
         return bool(self._library.cuMemHostRegister_v2(address, nbytes, _PORTABLE) == 0)
 
     def unregister(self, address: int) -> None:
         self._library.cuMemHostUnregister(address)
 
     def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, batch: bool = True) -> None:
-        """Queues copies between host and device addresses, in any order. `batch` is for pinned memory only."""
+        """Queue copies between host and device addresses, in any order. `batch` is for pinned memory only."""
         if len(targets) == 0:
             return
         if batch and self._batch is not None:
@@ -221,14 +221,14 @@ class CudaDriver:
 
 
 class CudaPinner:
-    """Pins memory for a device, on any thread: a memory.transfer.host_pool.Pinner."""
+    """A memory.transfer.host_pool.Pinner for a CUDA device, usable on any thread."""
 
     def __init__(self, device: int) -> None:
         self._driver = cuda_driver()
         self._context = self._driver.context(device)
 
     def populate(self, address: int, nbytes: int) -> None:
-        """Make the pages now; many threads at once are faster than the driver, which would make them too."""
+        """Populate the pages now; doing this on many threads is faster than leaving it to the driver."""
         self._driver.populate(address, nbytes)
 
     def register(self, address: int, nbytes: int) -> bool:

@@ -1,11 +1,11 @@
 """Copies of a CUDA device: a stream for each priority, and gates at which the less urgent ones wait.
 
-A copy of one stream hardly gets a turn beside a long queue of copies in another (3.5 of 54 GB/s, bare copies on an
-H200): KV that a request waits for would stand behind all the layers that a step has queued ahead. So a word of device
-memory is 1 while a more urgent copy runs, and each chunk of a less urgent one first waits until it is 0: all of it in
-the streams' own order, so that nothing can wait for itself, and in CUDA graphs too.
+A copy in one stream gets little bandwidth next to a long queue of copies in another (3.5 of 54 GB/s, bare copies on an
+H200): KV that a request waits for would be delayed by all the layers that a step has queued. So a word of device memory
+is 1 while a more urgent copy runs, and each chunk of a less urgent copy first waits until it is 0. All of this happens
+in stream order, so that no copy can wait for itself, and in CUDA graphs too.
 
-This file and link_cuda.py are the two of this room that know torch.
+This file and link_cuda.py are the only two in this package that import torch.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from spillover.memory.transfer.cuda_driver import Addresses, CudaPinner, cuda_dr
 from spillover.memory.transfer.host_pool import HostPool
 from spillover.memory.transfer.link_queue import LinkQueue, Priority, Turn
 
-CHUNK_BYTES = 16 << 20  # of a prefetch, between two looks at the gates: 0.3 ms of the link
-BURST_SECONDS = 0.05  # for which restores may keep prefetches waiting before these get a share
-RATE = 25e9  # bytes a second, until a copy was timed
+CHUNK_BYTES = 16 << 20  # bytes of a prefetch between two waits at the gates: 0.3 ms of the link
+BURST_SECONDS = 0.05  # seconds for which restores may block prefetches before these get a share
+RATE = 25e9  # assumed bytes per second until a copy has been measured
 
 Event = torch.cuda.Event
 Source = Tensor | Callable[[], Tensor]
 
 
 class CudaTransfers:
-    """A memory.transfer.transfers.Transfers: nothing but `copy` waits on the host, the streams wait for each other."""
+    """A memory.transfer.transfers.Transfers whose streams wait for each other; few methods, like `copy`, block."""
 
     def __init__(self, device: torch.device, pool: HostPool | None = None) -> None:
         self._driver = cuda_driver()
         self._context = self._driver.context(device.index or 0)
         self._table = self._driver.table()
-        self._library = native.library()  # compiled now, where nobody waits for a copy
+        self._library = native.library()  # compile it now, rather than during the first copy
         self.pool = pool or HostPool(CudaPinner(device.index or 0))
         self.queue = LinkQueue(duplex=True, rate=RATE)
         self.device = device
-        # Streams of unlike priority share no queue of the device, so that none can stand behind one that waits.
+        # Streams of different device priority share no hardware queue, so that none is blocked by a waiting one.
         self._streams = {each: torch.cuda.Stream(device, priority=-1 if each is Priority.RESTORE else 0)  # type: ignore[no-untyped-call]
                          for each in Priority}
         self._gates = torch.zeros(len(Priority), dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)  # they are zero before a stream looks at them
-        self._reading = ThreadPoolExecutor(1, "spillover-weights")  # sources that have to be read first
-        self._thread = threading.local()  # its event
+        torch.cuda.synchronize(device)  # the gates must be zero before a stream reads them
+        self._reading = ThreadPoolExecutor(1, "spillover-weights")  # reads sources that are functions
+        self._thread = threading.local()  # the event of each thread
         self._burst_began = self._restored_at = 0.0
 
     def stream(self, priority: Priority) -> torch.cuda.Stream:
@@ -67,8 +67,8 @@ class CudaTransfers:
     @torch.inference_mode()
     def start_all(self, pairs: Sequence[tuple[Tensor, Tensor]], priority: Priority, after: Event | None = None,
                   counted: bool = True) -> Event:
-        """Queue copies (target, source) of bytes; return the event of their end. Not `counted` is what a CUDA graph
-        will repeat, which whoever replays it counts."""
+        """Queue copies (target, source) of bytes; return the event of their completion. `counted` is False for copies
+        captured in a CUDA graph, which are counted when it is replayed."""
         stream = self._streams[priority]
         if after is not None:
             stream.wait_event(after)
@@ -93,23 +93,23 @@ class CudaTransfers:
         return event
 
     def demand(self, target: Tensor, source: Tensor) -> None:
-        """Copy in the order of the current stream, which cannot go on without it, ahead of prefetches."""
+        """Copy in the order of the current stream, which needs the result to continue, ahead of prefetches."""
         with self._ahead(torch.cuda.current_stream(), Priority.DEMAND):
             target.copy_(source, non_blocking=True)
         self.queue.count(Priority.DEMAND, target.nbytes)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the pool, pinned where it may be, until `to_device` brings it back."""
+        """Copy a tensor to the host pool, pinned if possible; `to_device` copies it back."""
         try:
             memory = self.pool.allocate(max(1, tensor.nbytes), "sleep", pinned=True)
-        except SpilloverError:  # no more may be pinned
+        except SpilloverError:  # it could not be pinned
             memory = self.pool.allocate(max(1, tensor.nbytes), "sleep")
         host = torch.frombuffer(memory, dtype=torch.uint8)[: tensor.nbytes]
         self.start_all([(host, _bytes_of(tensor))], Priority.SPILL, self.mark()).synchronize()
         return host.view(tensor.dtype).view(tensor.shape)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """Bring back what `to_host` took away, and free the host's copy."""
+        """Copy a tensor that `to_host` returned back to the device, and free the host memory."""
         target = torch.empty_like(tensor, device=self.device)
         self.start_all([(_bytes_of(target), _bytes_of(tensor))], Priority.DEMAND, self.mark()).synchronize()
         self.pool.free(tensor.data_ptr())
@@ -124,7 +124,7 @@ class CudaTransfers:
 
     def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, host: Addresses,
              priority: Priority) -> None:
-        """Copy between addresses and return when the bytes are there; `host`: those of them that lie in the pool."""
+        """Copy between addresses and return when done; `host`: the addresses that are in the host pool."""
         done, pinned = self._event(), self.pool.pin(host.astype(np.int64))
         stream = self._streams[priority].cuda_stream
         with self.queue.turn(Turn(priority, int(sizes.sum()))):
@@ -142,7 +142,7 @@ class CudaTransfers:
             self._restored_at = time.monotonic()
 
     def finish(self, priority: Priority) -> None:
-        """Sleep until all that is in the stream of a priority now has run."""
+        """Sleep until all work queued so far in the stream of a priority has completed."""
         self._driver.finish(self._streams[priority].cuda_stream, self._event())
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class CudaTransfers:
 
     @contextmanager
     def _ahead(self, stream: torch.cuda.Stream, priority: Priority) -> Iterator[None]:
-        """Let prefetches wait while what is queued within is copied, if that is demanded."""
+        """Make prefetches wait for the copies queued within the context, if their priority is DEMAND."""
         if priority is Priority.DEMAND:
             self._driver.write_value(stream.cuda_stream, self._gate(priority), 1)
         try:
@@ -163,7 +163,7 @@ class CudaTransfers:
                 self._driver.write_value(stream.cuda_stream, self._gate(priority), 0)
 
     def _give_way(self, priority: Priority) -> None:
-        """Let the stream of a priority wait while a more urgent copy of its direction runs."""
+        """Make the stream of PREFETCH wait while a more urgent copy of its direction runs; do nothing for others."""
         if priority is Priority.PREFETCH:
             stream = self._streams[priority].cuda_stream
             for above in (Priority.RESTORE, Priority.DEMAND):
@@ -173,14 +173,14 @@ class CudaTransfers:
         return self._gates.data_ptr() + 4 * priority
 
     def _may_hold_up(self) -> bool:
-        """Whether a restore may keep prefetches waiting: not without end, where one restore follows another."""
+        """Return whether a restore may block prefetches, which is limited in time if restores follow each other."""
         now = time.monotonic()
         if now - self._restored_at > BURST_SECONDS or now - self._burst_began > 2 * BURST_SECONDS:
             self._burst_began = now
         return now - self._burst_began <= BURST_SECONDS
 
     def _event(self) -> int:
-        """This thread's, which nobody else records; the device's context is the thread's from then on."""
+        """Return the event of this thread; the first call also makes the device's context the thread's current one."""
         if not hasattr(self._thread, "event"):
             self._driver.set_context(self._context)
             self._thread.event = self._driver.make_event()

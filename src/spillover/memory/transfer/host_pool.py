@@ -1,7 +1,7 @@
-"""The host memory of an engine: one pool under one budget, in huge pages, pinned where a device copies from it.
+"""The host memory of an engine: one pool under one budget, in huge pages, pinned if a device copies from it.
 
-Weights that the device has no room for, KV blocks that left it and what waits out a sleep all lie here. Memory is known
-by its address, so that whoever copies has only to name what it is about to read or write.
+It stores weights that the device has no room for, spilled KV blocks, and device memory during sleep. Slabs are found by
+address, so that a copy only has to give the addresses it is about to read or write.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from spillover.errors import SpilloverError
 from spillover.kernels.huge_pages import PAGE, address_of, map_pages
 from spillover.units import format_bytes
 
-POPULATED_AT_ONCE = 256 << 20  # of one slab, by one thread
+POPULATED_AT_ONCE = 256 << 20  # bytes of a slab that one thread populates in one call
 _THREADS = 8
 
 
 class Pinner(Protocol):
-    """What pins memory for a device: memory.transfer.cuda_driver."""
+    """A pinner of memory for a device: memory.transfer.cuda_driver."""
 
     def populate(self, address: int, nbytes: int) -> None: ...
 
@@ -39,16 +39,16 @@ class _Slab:
     memory: memoryview
     address: int
     use: str
-    pinned: bool | None = None  # None: not tried yet
+    pinned: bool | None = None  # whether the slab is pinned; None if that was not tried yet
 
     @property
     def page_bytes(self) -> int:
-        """Return its size in whole pages, which is what can be pinned."""
+        """Return the slab's bytes rounded up to whole pages, which are what can be pinned."""
         return -(-self.memory.nbytes // PAGE) * PAGE
 
 
 class _Slabs:
-    """Slabs by address; replaced as a whole, so that they are found without a lock."""
+    """The slabs sorted by address. It is immutable and replaced as a whole, so that lookups need no lock."""
 
     def __init__(self, slabs: list[_Slab], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
         self.slabs = slabs
@@ -66,12 +66,12 @@ class _Slabs:
                       np.insert(self._ends, place, slab.address + slab.memory.nbytes))
 
     def without(self, gone: Collection[int]) -> _Slabs:
-        """Return the slabs but for those at these addresses."""
+        """Return the slabs except for those that start at these addresses."""
         left = np.array([slab.address not in gone for slab in self.slabs], dtype=bool)
         return _Slabs([slab for slab in self.slabs if slab.address not in gone], self._starts[left], self._ends[left])
 
     def find(self, addresses: npt.NDArray[np.int64]) -> list[_Slab]:
-        """Find each slab that one of the addresses lies in, once."""
+        """Return the distinct slabs that contain these addresses; ValueError if an address is in none."""
         places = np.searchsorted(self._starts, addresses, side="right") - 1
         if len(places) and (places.min() < 0 or (addresses >= self._ends[places]).any()):
             raise ValueError("memory that is not of this pool")
@@ -79,11 +79,11 @@ class _Slabs:
 
 
 class HostPool:
-    keeps: ClassVar[bool] = False  # whether pinned slabs are kept for the next pool of this process: pinning is slow
+    keeps: ClassVar[bool] = False  # whether to keep pinned slabs for the next pool of this process, as pinning is slow
     _kept: ClassVar[dict[int, list[_Slab]]] = {}
 
     def __init__(self, pinner: Pinner | None = None, limit: int | None = None) -> None:
-        """`pinner`: None where the device is the CPU, which needs nothing pinned; `limit`: bytes, None: no limit."""
+        """Create a pool. `pinner`: None if the device is the CPU; `limit`: maximum bytes, None if there is none."""
         self._pinner = pinner
         self._limit = limit
         self._slabs = _Slabs.empty()
@@ -98,17 +98,17 @@ class HostPool:
         return dict(self._bytes)
 
     def expect(self, nbytes: int, count: int, use: str) -> None:
-        """Pin `count` slabs of this size meanwhile, which takes seconds for many; `allocate` then hands them out."""
+        """Pin `count` slabs of this size in the background, as many take seconds; `allocate` returns them later."""
         count -= len(self._kept.get(nbytes, ()))
         if self._pinner is not None and count > 0:
             self._expected += [(nbytes, self._threads.submit(self._make, nbytes, use, True, False))
                                for _ in range(count)]
 
     def allocate(self, nbytes: int, use: str, pinned: bool = False) -> memoryview:
-        """Hand out memory for "weights", "kv" or "sleep"; MemoryError where the budget has no room for it. What waits
-        out a sleep does not count for the budget.
+        """Allocate memory for "weights", "kv" or "sleep"; MemoryError if it would exceed the budget, for which "sleep"
+        does not count.
 
-        `pinned`: pin it now, or refuse; else the first copy that meets it does, on that copy's thread.
+        `pinned`: pin it now, and raise if that fails; otherwise the first copy that uses it pins it, on its thread.
         """
         with self._lock:
             used = sum(self._bytes.values()) - self._bytes.get("sleep", 0)
@@ -118,7 +118,7 @@ class HostPool:
             self._bytes[use] = self._bytes.get(use, 0) + nbytes
         try:
             slab = self._take(nbytes, use, pinned)
-        except BaseException:  # the system or the driver has no more
+        except BaseException:  # the system or the driver refused it
             with self._lock:
                 self._bytes[use] -= nbytes
             raise
@@ -127,16 +127,16 @@ class HostPool:
         return slab.memory
 
     def free(self, address: int) -> None:
-        """Give memory back that `allocate` handed out; no copy of it may be running."""
+        """Free memory that `allocate` returned; no copy that uses it may be running."""
         self._drop([slab for slab in self._slabs.slabs if slab.address == address])
 
     def release(self, use: str) -> None:
-        """Give back, or keep for the next pool, all memory of a use; no copy of it may be running."""
+        """Free all memory of a use, or keep it for the next pool; no copy that uses it may be running."""
         self._drop([slab for slab in self._slabs.slabs if slab.use == use])
 
     def adopt(self, memory: memoryview, piece_bytes: int, use: str = "pool") -> None:
-        """Let copies use memory of another owner until `disown`: a piece is pinned by the first copy that meets it. It
-        does not count for the budget, and no copy may reach from one piece into the next."""
+        """Allow copies to use memory of another owner until `disown`; the first copy that uses a piece pins it. It does
+        not count for the budget, and no copy may cross from one piece into the next."""
         if self._pinner is None:
             return
         start = address_of(memory)
@@ -157,15 +157,15 @@ class HostPool:
         return False
 
     def disown(self, memory: memoryview) -> None:
-        """Forget memory that `adopt` was given; no copy of it may be running."""
+        """Forget and unpin memory passed to `adopt`; no copy that uses it may be running."""
         if self._pinner is not None:
             start = address_of(memory)
             self._let_go([slab for slab in self._slabs.slabs if start <= slab.address < start + memory.nbytes])
 
     def pin(self, addresses: Sequence[int] | npt.NDArray[np.int64]) -> bool:
-        """Pin the slabs that these addresses lie in, if they are not; return whether all of them are pinned now.
+        """Pin the slabs that contain these addresses, if they are not pinned; return whether all of them are now.
 
-        It takes 0.2 ms a megabyte. The driver refuses where locked memory is limited: copies are slower then.
+        It takes 0.2 ms per megabyte. The driver refuses if locked memory is limited: then copies are slower.
         """
         pinned = True
         for slab in self._slabs.find(np.asarray(addresses, dtype=np.int64)):
@@ -177,7 +177,7 @@ class HostPool:
         return pinned
 
     def close(self) -> None:
-        """Give all of it back but KV, which goes with `release` once no copy of it can be running."""
+        """Free all memory except KV, which `release` frees once no copy that uses it can be running."""
         for _, expected in self._expected:
             expected.result()
         self._threads.shutdown()
@@ -186,7 +186,7 @@ class HostPool:
         self._let_go([slab for slab in self._slabs.slabs if slab.use == "shared weights"])
 
     def _take(self, nbytes: int, use: str, pinned: bool) -> _Slab:
-        """Take a slab that was kept or expected, or make one."""
+        """Return a slab that was kept or expected, or create one."""
         if pinned and self._kept.get(nbytes):
             slab = self._kept[nbytes].pop()
             slab.use = use
@@ -196,7 +196,7 @@ class HostPool:
         return self._make(nbytes, use, pinned, True)
 
     def _make(self, nbytes: int, use: str, pinned: bool, spread: bool) -> _Slab:
-        """`spread`: the pages are made by all threads, not by the caller's."""
+        """Create a slab. `spread`: the pool's threads populate its pages, rather than the caller's thread."""
         memory = map_pages(nbytes)
         slab = _Slab(memory, address_of(memory), use)
         if pinned and self._pinner is not None:
@@ -222,7 +222,7 @@ class HostPool:
                 self._pinner.unregister(slab.address)
 
     def _let_go(self, pieces: Sequence[_Slab]) -> None:
-        """Forget memory that others own."""
+        """Forget and unpin memory of other owners."""
         with self._lock:
             self._slabs = self._slabs.without({piece.address for piece in pieces})
         for piece in pieces:
@@ -233,6 +233,6 @@ class HostPool:
     def _pin(self, slab: _Slab) -> bool:
         if self._pinner is None:
             return False
-        # The pages are made first, so that the driver, whom launches wait for, is not kept for that.
+        # Populate the pages first, so that the driver, which blocks launches while it pins, does not have to.
         self._pinner.populate(slab.address, slab.page_bytes)
         return self._pinner.register(slab.address, slab.page_bytes)

@@ -1,7 +1,7 @@
-"""The way between device blocks and host memory: what every link can do, and what links have in common.
+"""The link between device blocks and host memory: the interface of all links, and their common parts.
 
-A link moves bytes and knows nothing of what they mean. It does not decide either: whoever calls it has made sure that
-no one else frees, reuses or evicts the blocks and slots of a copy before it returns.
+A link moves bytes without interpreting them. It makes no decisions either: the caller has to ensure that the blocks and
+slots of a copy are not freed, reused or evicted before the copy returns.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from spillover.kernels.huge_pages import address_of
 
 
 class DeviceLink(Protocol):
-    """Blocks of a device pool, to and from slots of host memory. copy_* block, and may be called on several threads.
+    """A copier between blocks of a device pool and slots of host memory. copy_* block, and may be called concurrently.
 
-    A link does not wait for steps: whoever starts a copy has seen the end of every step that touches its blocks.
+    A link does not wait for steps: a copy may be started only after all steps that access its blocks have completed.
     """
 
-    block_bytes: int  # on the device
-    slot_bytes: int  # of the same block in host memory; a codec may narrow it
+    block_bytes: int  # bytes of a block on the device
+    slot_bytes: int  # bytes of a block in host memory, which a codec may reduce
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Hand out writable memory from the start of a page, fast for this link; freed with the link."""
+        """Allocate writable, page-aligned memory that is fast for this link; it is freed with the link."""
         ...
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None: ...
@@ -36,7 +36,7 @@ class DeviceLink(Protocol):
 
 
 class BlockCodec(Protocol):
-    """Narrows a block on its way to host memory and widens it on the way back."""
+    """A codec that narrows blocks when they are copied to host memory, and widens them when they are restored."""
 
     @property
     def slot_bytes(self) -> int: ...
@@ -47,7 +47,7 @@ class BlockCodec(Protocol):
 
 
 class Runs(NamedTuple):
-    """A copy as few large pieces: blocks [block, block + count) whose slots lie side by side from an address."""
+    """A copy as few large pieces: blocks [block, block + count) whose slots are contiguous from an address on."""
 
     blocks: npt.NDArray[np.int64]
     addresses: npt.NDArray[np.int64]
@@ -55,7 +55,7 @@ class Runs(NamedTuple):
 
 
 class SlotViews(Sequence[memoryview]):
-    """The slots of a copy. Their addresses are known, so that a link which wants no more makes no view of any."""
+    """The slots of a copy. Their addresses are stored, so that a link that needs only these creates no views."""
 
     def __init__(self, view: Callable[[int], memoryview], slots: Sequence[int], addresses: npt.NDArray[np.int64],
                  slot_bytes: int) -> None:
@@ -83,14 +83,14 @@ class SlotViews(Sequence[memoryview]):
 
 
 class SlotMap:
-    """Checks what a copy names and finds where it lies."""
+    """A checker of copy arguments, which merges contiguous blocks and slots into runs."""
 
     def __init__(self, num_blocks: int, slot_bytes: int) -> None:
         self._num_blocks = num_blocks
         self._slot_bytes = slot_bytes
 
     def runs(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> Runs:
-        """Refuses what would write outside of the pool or of a slot; block 0 is the dummy."""
+        """Return the runs of a copy; ValueError if it would access memory outside of the pool or a slot, or block 0."""
         if len(blocks) != len(slots):
             raise ValueError(f"{len(blocks)} blocks and {len(slots)} slots")
         if not blocks:

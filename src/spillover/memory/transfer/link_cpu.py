@@ -1,4 +1,4 @@
-"""The link where the device is the CPU: blocks are copied from memory to memory."""
+"""The link if the device is the CPU: blocks are copied from memory to memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from spillover.memory.transfer.link_queue import Priority, Turn
 
 
 class CpuLink:
-    """A pool in main memory. ctypes gives the interpreter to other threads while bytes move."""
+    """The link of a pool in main memory. ctypes releases the GIL during copies."""
 
     def __init__(self, pool: memoryview, block_bytes: int, transfers: CpuTransfers,
                  codec: BlockCodec | None = None) -> None:
-        """`pool`: all blocks, the dummy block 0 first, as bytes that are kept alive by this view."""
+        """Create a link. `pool`: bytes of all blocks, the dummy block 0 first; the link keeps this memory alive."""
         if pool.nbytes % block_bytes or pool.readonly:
             raise ValueError(f"a writable pool of whole blocks is needed, not {pool.nbytes} bytes in {block_bytes}")
         self.block_bytes = block_bytes
@@ -51,7 +51,7 @@ class CpuLink:
                     self._codec.decode(view, self._block(block))
 
     def close(self) -> None:
-        """Give the slots' memory back; it goes once the last view of it does."""
+        """Release the slots' memory; it is freed with the last view of it."""
         self._transfers.pool.release("kv")
 
     def _block(self, block: int) -> memoryview:

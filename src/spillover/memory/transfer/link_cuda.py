@@ -1,4 +1,4 @@
-"""The link of a CUDA device: blocks to and from pinned host memory, narrowed by a codec that runs on the device."""
+"""The link of a CUDA device: copies blocks to and from pinned host memory; a codec on the device may narrow them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.link import Runs, SlotMap
 from spillover.memory.transfer.link_queue import Priority
 
-CODEC_BYTES = 32 << 20  # of blocks that are encoded or decoded at a time: their codes take device memory meanwhile
+CODEC_BYTES = 32 << 20  # bytes of blocks that are encoded or decoded at a time, as their codes need device memory
 
 
 class TensorCodec(Protocol):
-    """Narrows blocks on the device."""
+    """A codec that narrows and widens blocks on the device."""
 
     @property
     def slot_bytes(self) -> int: ...
 
     def encode_pool(self, pool: Tensor, blocks: Tensor) -> Tensor:
-        """These blocks [n] int64 of a pool [num_blocks, block_bytes] uint8 -> [n, slot_bytes] uint8."""
+        """Encode blocks [n] int64 of a pool [num_blocks, block_bytes] uint8 -> [n, slot_bytes] uint8."""
         ...
 
     def decode_pool(self, slots: Tensor, pool: Tensor, blocks: Tensor) -> None: ...
 
 
 class CudaLink:
-    """Copies of one direction share a stream; a thread that waits for its own does not keep the next from starting."""
+    """A link whose copies of one direction share a stream; a thread that waits for its copy does not block others."""
 
     def __init__(self, pool: Tensor, transfers: CudaTransfers, codec: TensorCodec | None = None) -> None:
-        """`pool` [num_blocks + 1, ...]."""
+        """Create a link. `pool` [num_blocks + 1, ...]: all blocks, the dummy block 0 first."""
         if not (pool.is_cuda and pool.is_contiguous()):
             raise ValueError("a contiguous pool on a CUDA device is needed")
         self._pool = pool.view(pool.shape[0], -1).view(torch.uint8)  # [num_blocks + 1, block_bytes]
@@ -45,7 +45,7 @@ class CudaLink:
         self._transfers = transfers
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Hand out memory that is pinned by the first copy that meets it, on that copy's thread: it takes a while."""
+        """Allocate memory, which the first copy that uses it pins on its own thread, as pinning is slow."""
         return self._transfers.pool.allocate(nbytes, "kv")
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
@@ -73,11 +73,11 @@ class CudaLink:
                 self._transfers.finish(Priority.RESTORE)
 
     def close(self) -> None:
-        """Give the slots' memory back; no copy may be running."""
+        """Release the slots' memory; no copy may be running."""
         self._transfers.pool.release("kv")
 
     def _copy(self, runs: Runs, device: Addresses, priority: Priority) -> None:
-        """Return when the bytes are there."""
+        """Copy the runs, and return when done."""
         host, sizes = runs.addresses.astype(np.uint64), (runs.counts * self.slot_bytes).astype(np.uint64)
         targets, sources = (host, device) if priority is Priority.SPILL else (device, host)
         self._transfers.copy(targets, sources, sizes, host, priority)
@@ -87,12 +87,12 @@ class CudaLink:
 
     def _parts(self, blocks: Sequence[int], slots: Sequence[memoryview]
                ) -> list[tuple[Sequence[int], Sequence[memoryview]]]:
-        """As much as the codec takes at a time."""
+        """Split a copy into parts of at most CODEC_BYTES."""
         most = max(1, CODEC_BYTES // self.block_bytes)
         return [(blocks[start : start + most], slots[start : start + most]) for start in range(0, len(blocks), most)]
 
 
 def _rows(codes: Tensor, runs: Runs) -> Addresses:
-    """Where the codes of each run begin; they lie in the order of the runs."""
+    """Return the address of each run's codes, which are contiguous in the order of the runs."""
     starts = np.cumsum(runs.counts) - runs.counts
     return (codes.data_ptr() + starts * codes.stride(0)).astype(np.uint64)

@@ -1,8 +1,8 @@
-"""Who may use the link between a device and host memory next, and what has gone over it.
+"""The queue of copies over the link between a device and host memory, and statistics of these copies.
 
-Every copy has a priority. A copy waits while one of a higher priority is under way or waits itself, but never for long:
-what is delayed most is still served. Where copies run in the order of a CUDA stream it is the device that waits
-(memory.transfer.cuda_transfers); here they are counted all the same.
+Every copy has a priority. A copy waits while one of a higher priority runs or waits, but for a limited time, so that no
+copy starves. Copies that run in the order of a CUDA stream wait on the device instead
+(memory.transfer.cuda_transfers); they are only counted here.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
-PATIENCE = 0.02  # seconds that a copy waits for those of a higher priority
-TELLING_BYTES = 1 << 20  # of a copy that says something about the link's rate
-WINDOW = 1.0  # seconds over which the share of time is taken that the link is busy
+PATIENCE = 0.02  # maximum seconds that a copy waits for copies of a higher priority
+TELLING_BYTES = 1 << 20  # minimum bytes of a copy from which the link's rate is measured
+WINDOW = 1.0  # minimum seconds over which the busy share of the link is measured
 
 
 class Priority(IntEnum):
-    """What a copy is for, the most urgent first. All but SPILL go to the device."""
+    """The purpose of a copy, most urgent first. All except SPILL copy to the device."""
 
     RESTORE = 0  # KV that a request waits for
     DEMAND = 1  # weights that the running step waits for
     PREFETCH = 2  # weights, or KV of a sequence longer than the pool, that a step will need
-    SPILL = 3  # KV that leaves the device
+    SPILL = 3  # KV copied from the device
 
     @property
     def direction(self) -> str:
@@ -34,26 +34,26 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True)
 class TransferReport:
-    """The copies of one priority, since the start."""
+    """The statistics of one priority's copies since the start."""
 
     priority: str
     direction: str
     copies: int
     bytes: int
-    seconds: float  # of the link: timed, or taken from the rate where copies run in a stream's order
-    waiting: int  # now
-    running: int  # now, as far as the host sees it
+    seconds: float  # time on the link: measured, or estimated from the rate for copies in stream order
+    waiting: int  # number of copies waiting now
+    running: int  # number of copies running now that the host waits for
 
 
 @dataclass(frozen=True)
 class LinkReport:
     transfers: tuple[TransferReport, ...] = ()
-    busy: dict[str, float] | None = None  # by direction: share of the last second or so
-    rates: dict[str, float] | None = None  # by direction: bytes a second that were reached
+    busy: dict[str, float] | None = None  # by direction: share of time the link was busy in about the last second
+    rates: dict[str, float] | None = None  # by direction: bytes per second, assumed until measured
 
 
 class Turn:
-    """A copy that waits for the link or uses it; raising its priority is heeded while it waits."""
+    """A copy that waits for the link or uses it; while it waits, its priority can be raised."""
 
     def __init__(self, priority: Priority, nbytes: int) -> None:
         self.priority = priority
@@ -62,7 +62,7 @@ class Turn:
 
 class LinkQueue:
     def __init__(self, duplex: bool, rate: float) -> None:
-        """`duplex`: the two directions do not slow each other down; `rate`: bytes a second, until one was seen."""
+        """Create a queue. `duplex`: the directions do not slow each other; `rate`: bytes per second until measured."""
         self._duplex = duplex
         self._changed = threading.Condition()
         self._waiting: list[Turn] = []
@@ -70,12 +70,12 @@ class LinkQueue:
         self._copies, self._bytes = dict.fromkeys(Priority, 0), dict.fromkeys(Priority, 0)
         self._seconds = dict.fromkeys(Priority, 0.0)
         self._rates = {"to_device": rate, "to_host": rate}
-        self._window = (time.monotonic(), {"to_device": 0.0, "to_host": 0.0})  # since when, and the seconds by then
+        self._window = (time.monotonic(), {"to_device": 0.0, "to_host": 0.0})  # window's start, seconds before
         self._busy = {"to_device": 0.0, "to_host": 0.0}
 
     @contextmanager
     def turn(self, turn: Turn) -> Iterator[None]:
-        """Wait for the link, use it, and count what it took; blocks the calling thread."""
+        """Wait for the link, run the copy within the context, and count it; this blocks the calling thread."""
         with self._changed:
             self._waiting.append(turn)
             deadline = time.monotonic() + PATIENCE
@@ -96,13 +96,13 @@ class LinkQueue:
                     self._observe(turn.priority.direction, turn.nbytes / max(seconds, 1e-9))
 
     def promote(self, turn: Turn, priority: Priority) -> None:
-        """Make a copy more urgent: somebody waits for it now."""
+        """Raise the priority of a copy that is now needed earlier."""
         with self._changed:
             turn.priority = min(turn.priority, priority)
             self._changed.notify_all()
 
     def count(self, priority: Priority, nbytes: int) -> None:
-        """Count what is copied in the order of a stream, at the rate that the link is known to have."""
+        """Count a copy that runs in stream order, with a duration estimated from the link's measured rate."""
         if nbytes:
             with self._changed:
                 self._count(priority, nbytes, nbytes / self._rates[priority.direction])
@@ -133,6 +133,6 @@ class LinkQueue:
         self._seconds[priority] += seconds
 
     def _observe(self, direction: str, rate: float) -> None:
-        """A faster copy counts at once; a slower one may have waited for something, so it counts little."""
+        """Update the rate: a higher one is adopted at once; a lower one, perhaps due to waiting, counts little."""
         known = self._rates[direction]
         self._rates[direction] = rate if rate > known else known + 0.05 * (rate - known)

@@ -1,7 +1,7 @@
-"""The link of a model whose KV heads lie in the pools of several ranks, all in main memory: a slot holds whole blocks.
+"""The link of a model whose KV heads are in the pools of several ranks, all in main memory: a slot has a whole block.
 
-A block of the whole model is [layers * 2, KV heads, bytes of a head], as one rank alone would have it, so a block that
-was stored at one number of ranks is restored at any other.
+A block of the whole model is [layers * 2, KV heads, bytes of a head], as with a single rank, so a block stored with
+one number of ranks can be restored with any other.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _Bytes = npt.NDArray[np.uint8]
 class RankPool:
     """A rank's pool, which this process can read and write."""
 
-    memory: memoryview  # all blocks, the dummy block 0 first
-    heads: range  # that it holds, of the whole model's KV heads
+    memory: memoryview  # bytes of all blocks, the dummy block 0 first
+    heads: range  # indices of its KV heads among those of the whole model
 
 
 class RanksLink:
-    """Blocks of all ranks' pools, to and from slots of host memory: a DeviceLink.
+    """A DeviceLink between the blocks of all ranks' pools and slots of host memory.
 
-    Where several ranks hold one head, the first of them is read and all are written.
+    If several ranks have the same head, the first of them is read and all are written.
     """
 
     def __init__(self, pools: Sequence[RankPool], rows: int, num_heads: int, head_bytes: int, transfers: CpuTransfers,
                  codec: BlockCodec | None = None) -> None:
-        """`rows`: keys and values of all layers of a block. `num_heads`: KV heads of the whole model. `head_bytes`: of
-        one head in a row. `codec`: of whole blocks."""
+        """Create a link. `rows`: number of layers of a block, times 2 for keys and values. `num_heads`: KV heads of the
+        whole model. `head_bytes`: bytes of one head in a row. `codec`: codec of whole blocks."""
         self.block_bytes = rows * num_heads * head_bytes
         self.slot_bytes = self.block_bytes if codec is None else codec.slot_bytes
         self._shape = rows, num_heads, head_bytes
@@ -53,11 +53,11 @@ class RanksLink:
         return self._transfers.pool.allocate(nbytes, "kv")
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
-        self._slots.runs(blocks, slots)  # refuses what does not fit
+        self._slots.runs(blocks, slots)  # checks the arguments
         with self._transfers.queue.turn(Turn(Priority.SPILL, len(blocks) * self.slot_bytes)):
             for block, slot in zip(blocks, slots, strict=True):
                 whole = self._whole(slot)
-                for pool, heads in reversed(self._pools):  # so that the first of equal ones is what stays
+                for pool, heads in reversed(self._pools):  # so that the first pool that has a head is read last
                     whole[:, heads] = pool[block]
                 if self._codec is not None:
                     self._codec.encode(whole.reshape(-1).data, slot)
@@ -73,12 +73,12 @@ class RanksLink:
                     pool[block] = whole[:, heads]
 
     def close(self) -> None:
-        """Give the slots' memory back; it goes once the last view of it does."""
+        """Release the slots' memory; it is freed with the last view of it."""
         self._transfers.pool.release("kv")
         self._pools = []
 
     def _whole(self, slot: memoryview) -> _Bytes:
-        """Return a whole block's bytes: the slot itself, or room for what a codec makes of it."""
+        """Return an array of a whole block: the slot itself, or with a codec a buffer for the decoded block."""
         if self._codec is not None:
             return np.empty(self._shape, dtype=np.uint8)
         return np.frombuffer(slot, dtype=np.uint8).reshape(self._shape)

@@ -1,4 +1,4 @@
-"""Copies between a device and host memory: what every client may ask of them, whatever the device."""
+"""The interface of copies between a device and host memory, for all devices."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from spillover.memory.transfer.link_queue import LinkQueue, Priority
 
 
 class Transfers(Protocol):
-    """Copies of weights, started ahead of need and waited for when it comes; blocks of KV go by a DeviceLink.
+    """A copier of weights, which are copied before they are needed; KV blocks are copied by a DeviceLink.
 
-    A ticket stands for a copy; `wait` makes whatever computes next wait for it. `mark` is a point in the computing so
-    far, which a copy into the same place must let pass first.
+    A ticket represents a copy; `wait` makes the next kernels wait for it. `mark` returns a point after all kernels so
+    far, which a copy into memory that they use must wait for.
     """
 
     @property
@@ -22,11 +22,11 @@ class Transfers(Protocol):
     def queue(self) -> LinkQueue: ...
 
     def start(self, target: Any, source: Any, priority: Priority, after: Any = None) -> Any:
-        """Copy one tensor into another; a source that has to be read first is a function, called on another thread."""
+        """Start copying one tensor into another; `source` may be a function that reads it, called on another thread."""
 
     def wait(self, ticket: Any) -> None: ...
 
     def mark(self) -> Any: ...
 
     def close(self) -> None:
-        """End all copies and give host memory back, but for KV's, which a link releases."""
+        """Complete all copies and free host memory, except for that of KV, which a link releases."""

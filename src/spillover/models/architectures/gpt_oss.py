@@ -1,4 +1,4 @@
-"""gpt-oss: sinks in the attention, every other layer sliding, clamped experts with biases, kept in MXFP4 as stored."""
+"""gpt-oss: attention sinks, a sliding window on every other layer, clamped experts with biases, kept in MXFP4."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _mixture_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
 
 
 def _expert_specs(config: ModelConfig, name: str, source: str, shape: tuple[int, int, int]) -> list[WeightSpec]:
-    """Return the specs of experts: dense files hold [experts, in, out]; MXFP4 blocks hold [experts, out, in]."""
+    """Return the specs of experts: dense files store [experts, in, out]; MXFP4 blocks are [experts, out, in]."""
     stored = Source((source,), (shape[1],), transposed=config.expert_format == "dense")
     return [experts(config, f"experts.{name}", shape, stored),
             tensor(f"experts.{name}_bias", f"{source}_bias", shape[:2])]

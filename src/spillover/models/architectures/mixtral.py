@@ -1,4 +1,4 @@
-"""Mixtral: Mistral whose every MLP is a mixture of experts."""
+"""Mixtral: Mistral with a mixture of experts as every MLP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def weight_specs(config: ModelConfig) -> WeightSpecs:
 
 
 def _mixture_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
-    """Return the specs of experts: files hold a tensor each; newer Hugging Face modules hold the stack."""
+    """Return the specs of router and experts: files hold one tensor per expert, or stacks as newer HF modules do."""
     old, new = f"model.layers.{layer}.block_sparse_moe.", f"model.layers.{layer}.mlp."
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_intermediate_size
     router = tuple(Source((f"{at}gate.weight",), (count,)) for at in (old, new))

@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5: Llama with biases on q, k and v, and a sliding window on the last layers where it is turned on."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and optionally a sliding window on the last layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def weight_specs(config: ModelConfig) -> WeightSpecs:
 
 
 def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return one window a layer: by `layer_types`, else layers from `max_window_layers` on slide."""
+    """Return the window of each layer: by `layer_types`, or else a sliding window from layer `max_window_layers` on."""
     layers = require(hf, "num_hidden_layers")
     if not hf.get("use_sliding_window", False) or hf.get("sliding_window") is None:
         return (None,) * layers

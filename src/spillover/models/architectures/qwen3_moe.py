@@ -1,4 +1,4 @@
-"""Qwen3 mixtures: Qwen3 attention, experts on all layers but those that the configuration keeps dense."""
+"""Qwen3 mixtures: Qwen3 attention, and experts on all layers except those that the configuration keeps dense."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def weight_specs(config: ModelConfig) -> WeightSpecs:
 
 
 def _mlp_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
-    """Return the specs of experts: files hold a tensor each; newer Hugging Face modules hold the stack."""
+    """Return the specs of a layer's MLP: files hold one tensor per expert, or stacks as newer HF modules do."""
     if layer in config.dense_layers:
         return mlp_specs(config, layer)
     at = f"model.layers.{layer}.mlp."

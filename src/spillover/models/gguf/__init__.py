@@ -1,1 +1,1 @@
-"""GGUF files."""
+"""Reading of GGUF files: header, configuration, tokenizer, tensors and quantised codes."""

@@ -1,4 +1,4 @@
-"""Quantised tensors of a GGUF file as codes and the numbers beside them, exactly as the file has them."""
+"""Quantised tensors of a GGUF file as codes with their scales and offsets, exactly as stored in the file."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ def has_codes(kind: GGMLQuantizationType) -> bool:
 
 
 def codes_of(raw: np.ndarray[tuple[int, int], np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Codes:
-    """Split `raw` [rows, bytes] of a type in FORMS."""
+    """Split `raw` [rows, bytes], whose type is in FORMS, into codes, scales and offsets."""
     blocks = torch.from_numpy(raw).view(raw.shape[0], -1, GGML_QUANT_SIZES[kind][1])
     values, block, head = _SPLIT[kind.name](blocks)
     return Codes(FORMS[kind.name], values.reshape(raw.shape[0], -1), tuple(block), tuple(head))
 
 
-_Split = tuple[Tensor, list[Tensor], list[Tensor]]  # values, numbers of blocks, numbers of heads
+_Split = tuple[Tensor, list[Tensor], list[Tensor]]  # values, numbers per block, numbers per head
 
 
 def _halves(blocks: Tensor, count: int) -> list[Tensor]:
-    """Return float16 numbers, the first of every block."""
+    """Return the first `count` float16 numbers of every block."""
     return [blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1) for at in range(0, 2 * count, 2)]
 
 
 def _nibbles(stored: Tensor, step: int = 16) -> Tensor:
-    """Spread [..., bytes]: of every `step` bytes first the low halves, then the high ones."""
+    """Unpack [..., bytes] to nibbles: of every `step` bytes first the low nibbles, then the high ones."""
     groups = stored.reshape(*stored.shape[:-1], -1, 1, step)
     return torch.cat((groups & 15, groups >> 4), dim=-2).flatten(-3)
 
 
 def _bits(stored: Tensor, width: int, step: int) -> Tensor:
-    """Spread [..., bytes]: of every `step` bytes first the lowest `width` bits, then those above, up to the highest."""
+    """Unpack [..., bytes] to fields of `width` bits: of every `step` bytes first the lowest bits, the highest last."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8).view(-1, 1)
     groups = stored.reshape(*stored.shape[:-1], -1, 1, step)
     return (groups >> shifts & (1 << width) - 1).flatten(-3)
@@ -82,7 +82,7 @@ def _six_k(blocks: Tensor) -> _Split:
 
 
 def _mxfp4(blocks: Tensor) -> _Split:
-    # Half of 2**(x - 127), for the values are doubled, as the bits of bfloat16; the least two are subnormal.
+    # 2**(x - 127) / 2 as the bits of bfloat16: the values are stored doubled. Exponents 0 and 1 give subnormals.
     exponent = blocks[..., 0].to(torch.int16)
     bits = torch.where(exponent < 2, 32 << exponent, (exponent - 1) << 7)
     return _nibbles(blocks[..., 1:]), [bits.to(torch.int16).view(torch.bfloat16)], []

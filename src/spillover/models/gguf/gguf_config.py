@@ -1,4 +1,4 @@
-"""A GGUF file's metadata in the keys and conventions of HF's config.json."""
+"""Conversion of a GGUF file's metadata to the keys and conventions of Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spillover.errors import CheckpointError, shown
 from spillover.models.config import MOST, MOST_EXPERTS, MOST_LAYERS, MOST_NUMBER
 from spillover.models.gguf.gguf_header import GGUFHeader
 
-# GGUF's "general.architecture" to HF's class and model type. Mistral files say llama; so does Mixtral, with experts.
+# GGUF's "general.architecture" to HF's class and model type. Mistral files say llama, as do Mixtral's, with experts.
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
@@ -22,10 +22,10 @@ ARCHITECTURES = {
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
-# Control tokens that end a generation whatever the metadata says, as in llama.cpp.
+# Control tokens that always end a generation, even if the metadata does not list them, as in llama.cpp.
 END_TOKENS = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|return|>", "<|call|>",
               "<end_of_turn>"}
-CONTROL = 3  # in tokenizer.ggml.token_type
+CONTROL = 3  # value of tokenizer.ggml.token_type for control tokens
 _DTYPES = {GGMLQuantizationType.F16: "float16", GGMLQuantizationType.BF16: "bfloat16"}
 
 
@@ -55,7 +55,7 @@ def end_token_ids(metadata: dict[str, Any], path: Path) -> list[int]:
 
 
 def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | None) -> dict[str, Any]:
-    """Return a config as Hugging Face has it. `rope_factors`: rope_freqs.weight, which carries Llama 3's rope."""
+    """Return the equivalent config.json. `rope_factors`: rope_freqs.weight, which encodes Llama 3's rope scaling."""
     metadata = header.metadata
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
@@ -106,7 +106,7 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
         "num_attention_heads": heads,
         "num_key_value_heads": count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": field("feed_forward_length", 0),  # replaced below where it must be there
+        "intermediate_size": field("feed_forward_length", 0),  # replaced below for architectures that require it
         "hidden_act": "silu",
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
         "rope_theta": number("rope.freq_base", 10000.0),
@@ -143,7 +143,7 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """Return what most of the file is stored in; quantised weights come out as float32."""
+    """Return the type that most of the file's bytes have; "float32" if they are quantised."""
     nbytes: Counter[GGMLQuantizationType] = Counter()
     for tensor in header.tensors.values():
         nbytes[tensor.kind] += tensor.nbytes
@@ -179,7 +179,7 @@ def _rope_scaling(metadata: dict[str, Any], arch: str, path: Path, rope_factors:
 
 
 def _llama3_scaling(factors: Sequence[float], theta: float, head_dim: int, path: Path) -> dict[str, Any]:
-    """Return the parameters that give these divisors; the file keeps only the result."""
+    """Return the llama3 parameters that give these divisors: the file stores the divisors only."""
     if 2 * len(factors) != head_dim or not all(0 < one <= MOST_NUMBER for one in factors):
         raise CheckpointError(f"{path}: tensor rope_freqs.weight does not hold a positive divisor for each of "
                               f"{head_dim // 2} pairs of dimensions")
@@ -197,7 +197,7 @@ def _llama3_factors(factor: float, original: int, theta: float, head_dim: int, l
                     high: float = 4.0) -> list[float]:
     result = []
     for index in range(0, head_dim, 2):
-        turns = original / (2 * math.pi * theta ** (index / head_dim))  # over the original context
+        turns = original / (2 * math.pi * theta ** (index / head_dim))  # rotations over the original context
         blend = min(max((turns - low) / (high - low), 0.0), 1.0)
         result.append(1.0 / ((1.0 - blend) / factor + blend))
     return result

@@ -1,8 +1,8 @@
-"""A GGUF file under HF's tensor names and conventions.
+"""A GGUF file as a checkpoint with Hugging Face's tensor names and conventions.
 
 Tensors are read with plain reads, a few megabytes at a time, so that no mapped page of the file ever counts as this
-process's memory. Quantised ones become float32, except gpt-oss's MXFP4 experts, which stay as they are stored, and
-those whose codes are asked for.
+process's memory. Quantised tensors are dequantised to float32, except gpt-oss's MXFP4 experts, which are returned as
+stored, and tensors that are read with `read_codes`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spillover.models.gguf.gguf_codes import codes_of, has_codes
 from spillover.models.gguf.gguf_config import experts_are_mxfp4, hf_config, is_mixtral
 from spillover.models.gguf.gguf_header import GGUFTensor, read_header
 
-CHUNK_NBYTES = 1 << 20  # quantised data; what it becomes, with the arithmetic's copies, is some thirty times as much
+CHUNK_NBYTES = 1 << 20  # quantised bytes per read; dequantising them takes about thirty times as much memory
 MXFP4_GROUP = 32  # values that share a scale
 _AS_STORED = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16,
               GGMLQuantizationType.BF16: torch.bfloat16}
@@ -42,14 +42,14 @@ _LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"
 
 @dataclass(frozen=True)
 class _View:
-    """One tensor under its HF name, made when it is read."""
+    """One tensor under its HF name, computed when it is read."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     dtype: torch.dtype
     read_codes: Callable[[], Codes] | None = None  # None: it cannot be read as codes
-    code_type: str = ""
-    # Rows [first, stop) alone, as numbers and as codes; None: only all of it can be read.
+    code_type: str = ""  # GGUF type of the codes; "" if it has none
+    # Read rows [first, stop) only, as numbers and as codes; None: only the whole tensor can be read.
     read_rows: Callable[[int, int], Tensor] | None = None
     read_code_rows: Callable[[int, int], Codes] | None = None
 
@@ -161,7 +161,7 @@ class GGUFCheckpoint:
         return self._by_rows(plain, tensor, 0, tensor.rows) if len(tensor.shape) == 2 else plain
 
     def _by_rows(self, plain: _View, tensor: GGUFTensor, first: int, count: int) -> _View:
-        """Let rows of a tensor be read alone, and as codes too, if it is stored in such."""
+        """Add reading of single rows to a view, and reading as codes if the tensor is stored in codes."""
         def codes(begin: int, stop: int) -> Codes:
             return codes_of(self._raw(tensor, first + begin, stop - begin), tensor.kind)
 
@@ -171,11 +171,11 @@ class GGUFCheckpoint:
         return replace(plain, read_codes=lambda: codes(0, count), code_type=tensor.kind.name, read_code_rows=codes)
 
     def _rotary(self, tensor: GGUFTensor, kind: str) -> _View:
-        """Put rows back into HF's order: llama.cpp rotates neighbours (0, 1) where HF rotates halves (0, D/2)."""
+        """Return a view with the rows in HF's order: llama.cpp rotates pairs (0, 1) where HF rotates (0, D/2)."""
         heads = self.config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
 
         def ordered(stored: Tensor) -> Tensor:
-            """Order [heads * D, ...], each head's rows as D/2 pairs."""
+            """Reorder [heads * D, ...], where each head's rows are stored as D/2 pairs."""
             pairs = stored.reshape(heads, stored.shape[0] // heads // 2, 2, *stored.shape[1:])
             return pairs.transpose(1, 2).reshape(stored.shape)
 
@@ -185,7 +185,7 @@ class GGUFCheckpoint:
         return view if read_codes is None else replace(view, read_codes=lambda: read_codes().map(ordered))
 
     def _experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
-        """Return both ways HF names them: stacked as its modules hold them, and one by one as its files do."""
+        """Return views under both HF namings: stacked as in its modules, and one tensor per expert as in its files."""
         gate, up, down = self._expert_tensors(tensors)
         experts, inner, hidden = gate.shape
 
@@ -205,7 +205,7 @@ class GGUFCheckpoint:
         return views
 
     def _expert_tensors(self, tensors: dict[str, GGUFTensor]) -> tuple[GGUFTensor, GGUFTensor, GGUFTensor]:
-        """Return the tensors, each [experts, out, in]."""
+        """Return the gate, up and down tensors, each [experts, out, in], after checking their shapes."""
         layer = tensors["ffn_down_exps.weight"].name.removesuffix("ffn_down_exps.weight")
         wanted = [f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")]
         if "ffn_gate_exps.bias" in tensors:
@@ -232,7 +232,7 @@ class GGUFCheckpoint:
         return self._by_rows(plain, tensor, expert * rows, rows)
 
     def _gpt_oss_experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
-        """Interleave the rows as HF does: gate 0, up 0, gate 1, up 1 and so on."""
+        """Return views with gate and up interleaved as in HF: gate 0, up 0, gate 1, up 1 and so on."""
         gate, up, down = self._expert_tensors(tensors)
         experts, inner, hidden = gate.shape
         views: dict[str, _View] = {}
@@ -243,7 +243,7 @@ class GGUFCheckpoint:
                 self._dtype(gate_bias))
             views["mlp.experts.down_proj_bias"] = self._plain(tensors["ffn_down_exps.bias"])
         if not self._mxfp4:
-            # Unquantised, HF holds them [experts, in, out].
+            # HF stores unquantised experts as [experts, in, out].
             views["mlp.experts.gate_up_proj"] = _View(
                 (experts, hidden, 2 * inner),
                 lambda: _interleave(self._load(gate), self._load(up)).transpose(1, 2).contiguous(), self._dtype(gate))
@@ -261,7 +261,7 @@ class GGUFCheckpoint:
         return views
 
     def _mxfp4_groups(self, tensor: GGUFTensor) -> Tensor:
-        """Return [experts, rows, groups, 17]: a scale and 16 bytes of nibbles each."""
+        """Return [experts, rows, groups, 17]: one byte of scale and 16 bytes of nibbles per group."""
         raw = torch.from_numpy(self._raw(tensor, 0, tensor.rows))
         return raw.reshape(*tensor.shape[:-1], tensor.shape[-1] // MXFP4_GROUP, 17)
 
@@ -269,7 +269,7 @@ class GGUFCheckpoint:
         return self._mxfp4_groups(tensor)[..., 0].contiguous()
 
     def _mxfp4_blocks(self, tensor: GGUFTensor) -> Tensor:
-        """Reorder nibbles: GGUF's byte j holds values j (low) and j + 16 (high); HF's 2j (low) and 2j + 1 (high)."""
+        """Reorder nibbles: byte j of GGUF holds values j (low) and j + 16 (high), of HF 2j (low) and 2j + 1 (high)."""
         stored = self._mxfp4_groups(tensor)[..., 1:]
         blocks = torch.empty(stored.shape, dtype=torch.uint8)
         low, high = stored & 0x0F, stored >> 4  # values 0 to 15, and 16 to 31
@@ -284,7 +284,7 @@ class GGUFCheckpoint:
         return self._load_rows(tensor, 0, tensor.rows).reshape(tensor.shape)
 
     def _load_rows(self, tensor: GGUFTensor, first: int, count: int) -> Tensor:
-        """Return [count, columns]: the rows from `first` on, of the tensor seen as a matrix."""
+        """Return rows [first, first + count) of the tensor seen as a matrix: [count, columns]."""
         columns = tensor.shape[-1]
         if tensor.kind in _AS_STORED:
             raw = torch.from_numpy(self._raw(tensor, first, count))
@@ -295,7 +295,7 @@ class GGUFCheckpoint:
 
         def fill(start: int) -> None:
             rows = min(step, count - start)
-            # Blocks do not depend on the row they are in; one long row spares the package its loop over short ones.
+            # Blocks do not depend on their row: one long row avoids the package's slow loop over short rows.
             blocks = self._raw(tensor, first + start, rows).reshape(1, -1)
             target[start:start + rows] = dequantize(blocks, tensor.kind).reshape(rows, columns)
 
@@ -307,7 +307,7 @@ class GGUFCheckpoint:
         return values
 
     def _raw(self, tensor: GGUFTensor, first: int, count: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        """Return [count, bytes a row], as stored."""
+        """Return [count, bytes per row], as stored."""
         raw = np.empty((count, tensor.row_nbytes), dtype=np.uint8)
         target, offset, done = raw.reshape(-1).data, tensor.offset + first * tensor.row_nbytes, 0
         try:

@@ -1,7 +1,7 @@
-"""The head of a GGUF file: its metadata and where each tensor lies. Reads no tensor data.
+"""The header of a GGUF file: its metadata and the location of each tensor. Reads no tensor data.
 
-The gguf package's own reader makes several array objects for every vocabulary entry, which takes seconds; a model is
-opened twice (weights and tokenizer), so the head is parsed here and the package keeps the formats and the arithmetic.
+The gguf package's own reader makes several array objects for every vocabulary entry, which takes seconds, and a model
+is opened twice (weights and tokenizer). So the header is parsed here; formats and dequantisation are the package's.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from spillover.models.config import named
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MOST_FILES = 99_999  # five digits in their names
+MOST_FILES = 99_999  # maximum number of split files: their names have five digits
 MOST_ALIGNMENT = 1 << 20
-MOST_DEPTH = 4  # deepest nesting of arrays
+MOST_DEPTH = 4  # maximum nesting of arrays
 _SCALARS = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
     GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.FLOAT32: "f", GGUFValueType.BOOL: "?",
     GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d",
 }
 _LENGTH = struct.Struct("<Q")
-_ARRAYS = "BbHhIifQqd"  # codes that the array module knows too, with the same sizes
+_ARRAYS = "BbHhIifQqd"  # struct codes that the array module has too, with the same sizes
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
     name: str
     kind: GGMLQuantizationType
-    shape: tuple[int, ...]  # slowest dimension first, as torch has it
+    shape: tuple[int, ...]  # slowest dimension first, as in torch
     file: Path
-    offset: int  # from the file's start
+    offset: int  # bytes from the start of the file
 
     @property
     def row_nbytes(self) -> int:
@@ -67,7 +67,7 @@ class GGUFHeader:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Return the head of `path` and, where it is the first of several split files, the tensors of all of them."""
+    """Return the header of `path`; if it is the first of several split files, with the tensors of all of them."""
     header = _read_one(path)
     count = header.metadata.get("split.count", 0)
     if type(count) is not int or not 0 <= count <= MOST_FILES:
@@ -136,7 +136,7 @@ def _parse(cursor: _Cursor, path: Path, size: int) -> GGUFHeader:
 
 
 class _Cursor:
-    """A reader of values one after another; no length is believed that exceeds the file."""
+    """A sequential reader of header values; a length that exceeds the file is refused."""
 
     def __init__(self, content: mmap.mmap, path: Path, size: int) -> None:
         self._content, self._path, self._size = content, path, size
@@ -156,7 +156,7 @@ class _Cursor:
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
 
     def strings(self, count: int) -> list[str]:
-        """Return what `string` gives `count` times; a vocabulary has hundreds of thousands."""
+        """Read `count` strings; faster than calling `string`, as a vocabulary has hundreds of thousands."""
         content, size, start, found = self._content, self._size, self.position, []
         for _ in range(count):
             if start + 8 > size:

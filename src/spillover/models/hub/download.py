@@ -1,4 +1,4 @@
-"""Reading a URL: small pages whole; large files as a stream, bounded, resumed and checked against a known sha256."""
+"""Reading of URLs: small pages whole; large files as a stream, bounded, resumed and verified by a known sha256."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from typing import IO, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 CHUNK_NBYTES = 1 << 18
-ATTEMPTS, ATTEMPT_NBYTES = 5, 1 << 20  # attempts in a row that bring less than this before giving up
-RETRY_SECONDS = 0.1  # doubled with every attempt
-STALL_SECONDS, STALL_NBYTES = 60.0, 64 << 10  # slower than this is a stalled connection
+ATTEMPTS, ATTEMPT_NBYTES = 5, 1 << 20  # maximum consecutive attempts that receive fewer bytes than this
+RETRY_SECONDS = 0.1  # delay before a retry; doubled with every failed attempt
+STALL_SECONDS, STALL_NBYTES = 60.0, 64 << 10  # a connection that receives fewer bytes in this time has stalled
 
 
 class DownloadError(Exception):
-    """Why nothing came, in a few words; whoever asked says what it was for."""
+    """A failed download; the message is a short reason, to which callers add what the download was for."""
 
 
 class HashMismatchError(DownloadError):
-    """Other bytes than the ones asked for."""
+    """The downloaded bytes are not the expected ones."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """How hosts are reached."""
+    """Settings of connections to hosts."""
 
-    cert: str | None = None  # a file of certificates; None: those of the system
-    proxy: str | None = None  # None: the environment's
-    timeout: float = 15.0  # seconds without a byte
+    cert: str | None = None  # file with certificates; None: those of the system
+    proxy: str | None = None  # URL of a proxy; None: that of the environment
+    timeout: float = 15.0  # seconds without receiving a byte
 
     def read(self, url: str, limit: int, accept: str) -> tuple[bytes, str, str]:
-        """Return a page's bytes, the URL it came from after redirects, and its content type."""
+        """Return a page's bytes, its URL after redirects, and its content type."""
         with self._open(url, {"Accept": accept}) as response:
             try:
                 content = response.read(limit + 1)
@@ -52,7 +52,7 @@ class Connection:
             return content, response.url, response.headers.get("Content-Type", "")
 
     def fetch(self, url: str, target: Path, nbytes: int, sha256: str, progress: Callable[[int], None]) -> None:
-        """Leave exactly the bytes of that size and hash in `target`, or raise; begins again where it was cut off."""
+        """Download a file of this size and hash to `target`, or raise; resumes where a connection was cut off."""
         digest, done, failures, reached = hashlib.sha256(), 0, 0, 0
         with target.open("wb") as sink:
             while done < nbytes:
@@ -94,7 +94,7 @@ class Connection:
         address, authorization = _without_credentials(url)
         headers = {"User-Agent": "spillover", "Accept-Encoding": "identity", **headers}
         request = urllib.request.Request(address, headers=headers)
-        if authorization:  # not sent on when the host redirects elsewhere
+        if authorization:  # not sent to another host after a redirect
             request.add_unredirected_header("Authorization", authorization)
         try:
             response = self._opener(address).open(request, timeout=self.timeout)
@@ -116,11 +116,11 @@ class Connection:
 
 
 class _PermanentError(DownloadError):
-    """Asking again would give the same answer."""
+    """An error that a retry would not change."""
 
 
 def shown(url: str) -> str:
-    """Return a URL for people: without the name and password that it may carry, and without its fragment."""
+    """Return a URL for display: without user name, password and fragment."""
     return _without_credentials(url)[0]
 
 
@@ -146,7 +146,7 @@ def _check_size(response: Any, nbytes: int, done: int) -> None:
 
 
 def _chunks(response: Any) -> Iterator[bytes]:
-    read = getattr(response, "read1", response.read)  # what has arrived, without waiting for a full chunk
+    read = getattr(response, "read1", response.read)  # read1 returns what has arrived, without waiting for a full chunk
     window, arrived = time.monotonic(), 0
     while True:
         try:
@@ -172,7 +172,7 @@ def _reason(error: Exception) -> str:
 
 @cache
 def _certificates(file: str | None) -> ssl.SSLContext:
-    """Load certificates from a file, else the system's, else certifi's: some builds of Python find none."""
+    """Load certificates from a file, or else the system's, or else certifi's: some builds of Python find none."""
     paths = ssl.get_default_verify_paths()
     if file is None and not (os.environ.get("SSL_CERT_FILE") or paths.cafile or paths.capath):
         try:

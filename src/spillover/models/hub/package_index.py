@@ -1,7 +1,7 @@
-"""Finding one file on the package indexes that pip is configured with, by its exact name; pip itself is not run.
+"""Lookup of one file by its exact name on the package indexes that pip is configured with; pip itself is not run.
 
 Reads pip's configuration files and variables (index-url, extra-index-url, find-links, no-index, cert, proxy, timeout),
-so that a mirror that is set up for pip serves here too.
+so that a mirror configured for pip is used here too.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PAGE_NBYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """One place that pip would look in."""
+    """One location that pip would search."""
 
     url: str  # http, https or file
-    links: bool  # a page or folder of files itself (find-links), not an index with a page per project
+    links: bool  # whether it is a page or folder of files (find-links), not an index with a page per project
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Settings:
 
 
 def pip_settings(environment: Mapping[str, str] = os.environ) -> Settings:
-    """Read what pip would: configuration files, the later over the earlier, then PIP_ variables over them."""
+    """Read pip's settings: configuration files, of which later ones take precedence, overridden by PIP_ variables."""
     values: dict[str, str] = {}
     for file in _config_files(environment):
         values |= _read_config(file)
@@ -57,7 +57,7 @@ def pip_settings(environment: Mapping[str, str] = os.environ) -> Settings:
 
 
 def find(project: str, file: str, settings: Settings) -> str:
-    """Return the URL of `file`, from the first source that has it. A fragment with the index's own hash is kept."""
+    """Return the URL of `file` from the first source that has it, with the fragment that states the index's hash."""
     complaints = []
     for source in settings.sources:
         try:
@@ -101,7 +101,7 @@ def parse_page(content: bytes, url: str, kind: str) -> list[str]:
 
 
 def stated_sha256(url: str) -> str | None:
-    """Return the hash that an index gives beside a link; no proof of anything, but a reason not to begin a download."""
+    """Return the sha256 that an index states for a link. It proves nothing, but a mismatch avoids a download."""
     match = re.search(r"sha256=([0-9a-f]{64})", urldefrag(url).fragment)
     return match[1] if match else None
 
@@ -121,7 +121,7 @@ class _Anchors(HTMLParser):
                 self._base = urljoin(self._base, target)
             elif tag == "a":
                 self.links.append(urljoin(self._base, target))
-        except ValueError:  # an address that is none
+        except ValueError:  # not a valid URL
             return
 
 
@@ -131,7 +131,7 @@ def _with_hash(url: str, hashes: object) -> str:
 
 
 def _may_link(source: str, url: str) -> bool:
-    """Return whether a page may link there: one from the network must not point into this machine's files."""
+    """Return whether a page may link to `url`: one from the network must not point to this machine's files."""
     scheme = urlsplit(url).scheme
     return scheme in ("http", "https") or (scheme == "file" and urlsplit(source).scheme == "file")
 
@@ -154,7 +154,7 @@ def _read_config(file: Path) -> dict[str, str]:
     parser = configparser.RawConfigParser()
     try:
         parser.read(file, encoding="utf-8")
-    except (configparser.Error, UnicodeDecodeError, OSError):  # pip itself will complain of it
+    except (configparser.Error, UnicodeDecodeError, OSError):  # pip itself reports such files
         return {}
     sections = [parser[name] for name in ("global", "download") if parser.has_section(name)]
     return {key.replace("_", "-"): value for section in sections for key, value in section.items() if value}

@@ -1,6 +1,6 @@
-"""Model names to paths: the default model, pulled models in the cache, local paths, models on the Hugging Face hub.
+"""Resolution of model names to paths: the default model, pulled models in the cache, local paths, hub models.
 
-The cache holds only whole models: each is assembled in a temporary folder beside its place and renamed into it.
+The cache holds only complete models: each is assembled in a temporary folder, which is then renamed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spillover.models.hub import default_model
 from spillover.models.hub.default_model import Progress
 
 DEFAULT_MODEL = default_model.MODEL.name
-MANIFEST = ".manifest.json"  # file -> size and sha256
+MANIFEST = ".manifest.json"  # maps each file to its size and sha256
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
 COPY_NBYTES = 4 << 20
 
@@ -35,7 +35,7 @@ COPY_NBYTES = 4 << 20
 @dataclass(frozen=True)
 class StoredModel:
     name: str
-    path: Path  # what open_checkpoint takes
+    path: Path  # argument for open_checkpoint
     nbytes: int
     format: str  # "safetensors" | "gguf"
 
@@ -45,7 +45,7 @@ def models_folder() -> Path:
 
 
 def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
-    """Return the folder or file of a model, fetched on first use; after that no network is needed."""
+    """Return the folder or file of a model. It is downloaded on first use; later uses need no network."""
     if not name:
         return _default(progress)
     path = Path(name).expanduser()
@@ -64,7 +64,7 @@ def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
 
 
 def pull(source: str, name: str | None = None, progress: Progress | None = None) -> StoredModel:
-    """Take a known name, a hub name, a folder or a .gguf file into the cache, under `name`."""
+    """Store a model in the cache under `name`. `source`: a known name, a hub name, a folder or a .gguf file."""
     if not Path(source).expanduser().exists() and source.lower() in default_model.MODEL.aliases and name is None:
         _default(progress)
         return _stored(models_folder() / DEFAULT_MODEL)
@@ -93,7 +93,7 @@ def remove(name: str) -> StoredModel:
     stored = _require(name)
     folder = models_folder() / stored.name
     with _locked(stored.name):
-        # Renamed first: a removal that is interrupted must not leave half a model under its name.
+        # Renamed first, so that an interrupted removal does not leave an incomplete model under its name.
         leaving = folder.with_name(f".{stored.name}.leaving")
         shutil.rmtree(leaving, ignore_errors=True)
         os.replace(folder, leaving)
@@ -102,7 +102,7 @@ def remove(name: str) -> StoredModel:
 
 
 def verify(name: str, progress: Progress | None = None) -> StoredModel:
-    """Read every byte and compare it with what was pulled."""
+    """Verify the sha256 of all files of a model against its manifest."""
     stored = _require(name)
     _check_sizes(stored)
     folder = models_folder() / stored.name
@@ -126,7 +126,7 @@ def _default(progress: Progress | None) -> Path:
     if _has_size(file, model.nbytes):
         return file
     with _locked(model.name, progress):
-        if not _has_size(file, model.nbytes):  # another process may have pulled it meanwhile
+        if not _has_size(file, model.nbytes):  # another process may have pulled it in the meantime
             with _assembling(model.name) as folder:
                 default_model.fetch(model, folder, progress)
                 _write_manifest(folder, {model.file: (model.nbytes, model.sha256)})
@@ -160,10 +160,10 @@ def _locked(name: str, progress: Progress | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _assembling(name: str) -> Iterator[Path]:
-    """Yield a folder that becomes models/<name> when the block ends well, and vanishes otherwise. Needs the lock."""
+    """Yield a folder that becomes models/<name> if the block succeeds and is deleted otherwise. Needs the lock."""
     final = models_folder() / name
     folder, old = final.with_name(f".{name}.partial"), final.with_name(f".{name}.leaving")
-    for leftover in (folder, old):  # of a process that was killed
+    for leftover in (folder, old):  # left by a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         folder.mkdir()
@@ -182,7 +182,7 @@ def _assembling(name: str) -> Iterator[Path]:
 
 
 def _copy(path: Path, folder: Path, name: str, progress: Progress | None) -> None:
-    """Link files where the file system allows, copy them elsewhere; sizes and digests go into the manifest."""
+    """Hard-link files if the file system allows it, otherwise copy them; write a manifest of sizes and digests."""
     files = _model_files(path)
     total, done, manifest = sum(file.stat().st_size for file in files), 0, {}
     for file in files:
@@ -235,7 +235,7 @@ def _check_sizes(stored: StoredModel) -> None:
 
 
 def _entry(folder: Path) -> Path:
-    """Return what open_checkpoint takes: the folder itself, or its (first) GGUF file."""
+    """Return the argument for open_checkpoint: the folder itself, or its (first) GGUF file."""
     ggufs = sorted(folder.glob("*.gguf"))
     return ggufs[0] if ggufs and not (folder / "config.json").is_file() else folder
 
@@ -260,7 +260,7 @@ def _require(name: str) -> StoredModel:
 
 
 def _unknown(name: str) -> SpilloverError:
-    """Say what is near to what was typed, and what there is."""
+    """Return the error for an unknown model name, with similar names and the available ones."""
     known = sorted({DEFAULT_MODEL, *(stored.name for stored in list_models())})
     by_lower = {candidate.lower(): candidate for candidate in (*known, *default_model.MODEL.aliases)}
     close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
@@ -274,23 +274,23 @@ def _unknown(name: str) -> SpilloverError:
 
 
 def _is_hub_name(name: str) -> bool:
-    """Return whether it is org/name, unless the org is a folder here: then it is a path with a typing error."""
+    """Return whether a name is org/name; if org is a local folder, it is taken for a mistyped path instead."""
     match = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/([\w.-]+)", name)
     return match is not None and not match[2].endswith((".gguf", ".safetensors")) and not Path(match[1]).is_dir()
 
 
 def _from_hub(name: str) -> Path:
-    # Imported here: it takes half a second, and most models are local.
+    # Imported here, as it takes half a second and most models are local.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     def snapshot(local: bool) -> Path:
-        # No sub-folders: some models repeat themselves there in other formats.
+        # Subfolders are left out: some models have copies in other formats there.
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"], local_files_only=local))
 
     with contextlib.suppress(OSError, CheckpointError):
         path = snapshot(local=True)
-        open_checkpoint(path).close()  # a download that was interrupted is continued below
+        open_checkpoint(path).close()  # raises after an interrupted download, which is resumed below
         return path
     if constants.HF_HUB_OFFLINE:
         raise SpilloverError(f"{name} is not in the local Hugging Face cache and HF_HUB_OFFLINE is set; unset it, or "
@@ -307,7 +307,7 @@ def _from_hub(name: str) -> Path:
         if error.errno == errno.ENOSPC:
             raise SpilloverError(f"the disk is full: {name} does not fit into the Hugging Face cache") from error
         raise _hub_refused(name, error) from error
-    except Exception as error:  # the hub's client lets its HTTP library's errors through
+    except Exception as error:  # the hub's client does not wrap its HTTP library's errors
         raise _hub_refused(name, error) from error
 
 

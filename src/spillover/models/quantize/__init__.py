@@ -1,1 +1,1 @@
-"""Quantising a checkpoint: what is made of it, the checkpoint seen so, and calibration on text."""
+"""Quantising a checkpoint: the target schemes, a view of a checkpoint as quantised, and calibration on text."""

@@ -1,5 +1,5 @@
-"""Quantising with calibration: the model's own layers run over a text, one layer at a time, and each is rounded so that
-its outputs on that text stay near."""
+"""Quantising with calibration: the model's layers run over a text, one layer at a time, and each layer is quantised
+such that its outputs on that text change little."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from spillover.models.weights import PartWeights
 from spillover.units import format_bytes
 
 BLOCK_SIZE = 16  # tokens per KV block
-STEP_TOKENS = 2048  # run through a layer together
+STEP_TOKENS = 2048  # tokens computed by a layer at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Observed(WeightFormat):
-    """Numbers, and the sum of x xT over the inputs that each matrix is multiplied with."""
+    """A dense format that also accumulates the sum of xT x over the inputs x of each matrix."""
 
-    sums: dict[int, Tensor] = field(default_factory=dict)  # by the address of the matrix
+    sums: dict[int, Tensor] = field(default_factory=dict)  # sum by the address of the matrix
     quant_method = "observed"
 
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
@@ -56,24 +56,24 @@ class Observed(WeightFormat):
 
 
 class Calibration:
-    """The codes of every matrix, made layer after layer in the order in which they are asked for."""
+    """A quantiser that makes the codes of every matrix, layer by layer, as they are requested."""
 
     def __init__(self, checkpoint: Checkpoint, arch: Architecture, config: ModelConfig, specs: WeightSpecs,
                  scheme: Scheme, tokens: Tensor, device: torch.device) -> None:
-        """Prepare the passes. `tokens` [sequences, length]; `specs`: of the unquantised model."""
+        """Prepare the first layer's inputs. `tokens` [sequences, length]; `specs`: of the unquantised model."""
         self._specs, self._scheme, self._config, self._device = specs, scheme, config, device
         self._model = arch.build(config, device, torch.float32, tokens.shape[1])
-        self._model.kernels = CpuKernels(self._model.shape, self._model.cos, self._model.sin)  # serve any device
+        self._model.kernels = CpuKernels(self._model.shape, self._model.cos, self._model.sin)  # work on any device
         self._reader = PartReader(checkpoint, config, specs, torch.float32)
         self._count, self._length = tokens.shape
         table = cast(Linear, self._reader.part("embed", lambda name: True)["embedding"])
         self._residual = embedding(tokens.flatten(), table)  # [tokens, hidden], on the host
         self._x = torch.zeros_like(self._residual)
         self._layer = 0
-        self._codes: dict[str, Quantized] = {}  # of the layer that was quantised last
+        self._codes: dict[str, Quantized] = {}  # codes of the layer quantised last, by name
 
     def quantized(self, name: str) -> Quantized:
-        """Return the codes of a matrix, by its name in the checkpoint; layers are asked for in their order."""
+        """Return the codes of a matrix, by its name in the checkpoint; layers must be requested in order."""
         while name not in self._codes:
             self._quantize_layer()
         return self._codes.pop(name)
@@ -90,12 +90,12 @@ class Calibration:
         self._codes = {}
         for name, spec in specs.items():
             self._quantize_linear(spec, cast(Linear, weights[name]), observed)
-        for rows, x, residual in self._outputs(weights):  # of the quantised layer: what the next one sees
+        for rows, x, residual in self._outputs(weights):  # outputs of the quantised layer: the next one's inputs
             self._x[rows], self._residual[rows] = x, residual
         self._layer += 1
 
     def _quantize_linear(self, spec: WeightSpec, weight: Linear, observed: Observed) -> None:
-        """Quantise a linear, or each expert of a stack, and put what the codes stand for in its place."""
+        """Quantise a linear, or each expert of a stack, and replace its weights by the dequantised codes."""
         names = iter(matrix_names(spec))
         for expert in range(spec.experts) if spec.experts else (None,):
             matrix = weight.tensors[0] if expert is None else weight.tensors[0][expert]
@@ -110,7 +110,7 @@ class Calibration:
                 self._codes[name] = made
 
     def _outputs(self, weights: Mapping[str, Weight]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Run the layer over all tokens, yielding for a few sequences at a time their rows, x and residual."""
+        """Run the layer over all tokens, a few sequences at a time; yield their rows, x and residual."""
         model, config, layer = self._model, self._config, self._layer
         part = cast(PartWeights, dict(weights))
         if "experts.down" in weights:
@@ -129,7 +129,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class _EachExpert:
-    """The experts of a layer, one product at a time on any device."""
+    """The experts of a layer, computed one after another on any device."""
 
     first: Experts
     second: Experts
@@ -141,13 +141,13 @@ class _EachExpert:
 
 
 def calibration_bytes(specs: WeightSpecs, config: ModelConfig) -> tuple[int, int]:
-    """Return (bytes needed whatever the number of tokens, bytes of a token): one layer in float32 and its sums."""
+    """Return (fixed bytes, bytes per token). Fixed are one layer in float32 and the sums of its inputs."""
     def layer_bytes(listed: list[WeightSpec]) -> int:
         linears = [spec for spec in listed if matrix_names(spec)]
         weights = sum(spec.nbytes("float32") for spec in listed)
         largest = max((spec.shape[-1] for spec in linears), default=0)
         sums = sum(max(1, spec.experts) * spec.shape[-1] ** 2 * 4 for spec in linears)
-        return 2 * weights + sums + 4 * 8 * largest**2  # the sums' factors are made in float64
+        return 2 * weights + sums + 4 * 8 * largest**2  # the sums are factored in float64
 
     fixed = max(layer_bytes(listed) for part, listed in specs.items() if part.startswith("layers."))
     embed = sum(spec.nbytes("float32") for spec in specs["embed"])
@@ -156,7 +156,7 @@ def calibration_bytes(specs: WeightSpecs, config: ModelConfig) -> tuple[int, int
 
 
 def fit_tokens(tokens: Tensor, specs: WeightSpecs, config: ModelConfig, budget: int) -> Tensor:
-    """Return as many of the sequences [n, length] as a memory budget has room for."""
+    """Return the first of the sequences [n, length], at most as many as fit in a memory budget."""
     fixed, each = calibration_bytes(specs, config)
     count = (budget - fixed) // (each * tokens.shape[1])
     if count < 1:
@@ -167,7 +167,7 @@ def fit_tokens(tokens: Tensor, specs: WeightSpecs, config: ModelConfig, budget: 
 
 
 def whole_sequences(count: int, length: int, device: torch.device) -> AttentionBatch:
-    """Return a batch of sequences that begin at their first token."""
+    """Return the attention batch of `count` sequences of `length` tokens without cached tokens."""
     blocks = -(-length // BLOCK_SIZE)
     numbers: Any = {"dtype": torch.int32, "device": device}
     return AttentionBatch(

@@ -1,4 +1,4 @@
-"""The tokens of a calibration file: plain text, or JSON whose entries are texts or conversations."""
+"""Reading of calibration files: plain text, or JSON whose entries are texts or conversations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "
 
 
 def read_tokens(file: Path, tokenizer: Tokenizer, wanted: int, max_position: int) -> Tensor:
-    """Return sequences [n, length] of `wanted` tokens or as many as the file has, its texts one after the other."""
+    """Return the file's texts, concatenated, as sequences [n, length]: `wanted` tokens, or all if there are fewer."""
     ids: list[int] = []
     for text, special in _texts(file, tokenizer):
         ids += tokenizer.encode(text, add_special_tokens=special)
@@ -35,7 +35,7 @@ def read_tokens(file: Path, tokenizer: Tokenizer, wanted: int, max_position: int
 
 
 def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Yield each text, and whether the tokenizer is to add its special tokens."""
+    """Yield each text, and whether the tokenizer should add special tokens."""
     content = read_text(file)
     if file.suffix not in (".json", ".jsonl"):
         yield content, True
@@ -55,7 +55,7 @@ def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
 
 
 def conversations(file: Path) -> Iterator[list[dict[str, str]]]:
-    """Yield each entry of a .json or .jsonl file as a conversation; a text is a message of the user's."""
+    """Yield each entry of a .json or .jsonl file as a conversation; a plain text becomes one user message."""
     for place, entry in _entries(file, read_text(file)):
         text = (entry.get("prompt") or entry.get("text")) if isinstance(entry, dict) else entry
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else _messages(entry)
@@ -70,7 +70,7 @@ def _no_text(file: Path, place: str, entry: object) -> SpilloverError:
 
 
 def read_text(file: Path) -> str:
-    """Return what a file says; not UTF-8, too long or not there is refused."""
+    """Return a file's text. Raises SpilloverError if it is missing, too large or not UTF-8."""
     try:
         if file.stat().st_size > MOST_BYTES:
             raise SpilloverError(f"{file} has more than {MOST_BYTES:,} bytes; a few megabytes of text are enough")
@@ -102,7 +102,7 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _messages(entry: object) -> list[dict[str, str]] | None:
-    """Return a conversation as chat templates take it, from OpenAI's or ShareGPT's keys; None: it is none."""
+    """Return messages for a chat template, from OpenAI's or ShareGPT's keys; None if it is not a conversation."""
     found = (entry.get("messages") or entry.get("conversations")) if isinstance(entry, dict) else None
     if not isinstance(found, list) or not found:
         return None

@@ -1,4 +1,4 @@
-"""A checkpoint written quantised, as a compressed-tensors folder that vLLM and transformers read."""
+"""Quantises a checkpoint and writes it as a compressed-tensors folder that vLLM and transformers can read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALIBRATION_TOKENS = 32_768
 @dataclass(frozen=True)
 class QuantizeOptions:
     kind: str
-    group: int | None = None  # None: chosen
+    group: int | None = None  # columns that share a scale; None: chosen automatically
     ignored: tuple[str, ...] = ()
     dtype: str = "auto"
     calibration: Path | None = None
@@ -38,13 +38,13 @@ class QuantizeOptions:
 class Written:
     folder: Path
     scheme: Scheme
-    tokens: int  # that it was calibrated on; 0: it was not
-    dequantized: bool  # the source was a GGUF file in codes
+    tokens: int  # number of tokens used for calibration; 0: no calibration
+    dequantized: bool  # whether the source was a quantised GGUF file
 
 
 def quantize(source: Path, target: Path, options: QuantizeOptions, shard_nbytes: int = SHARD_NBYTES,
              force: bool = False, budget: int | None = None, progress: Progress | None = None) -> Written:
-    """Write `source` quantised to the folder `target`, which appears when it is whole. `budget`: of host memory."""
+    """Quantise `source` into the folder `target`, which appears when complete. `budget`: bytes of host memory."""
     check_target(source, target, force)
     with open_checkpoint(source) as checkpoint:
         arch, config = read_architecture(checkpoint.config, source)
@@ -74,7 +74,7 @@ def quantize(source: Path, target: Path, options: QuantizeOptions, shard_nbytes:
 
 
 def _check_budget(specs: WeightSpecs, budget: int) -> None:
-    """Refuse a budget that does not hold the largest tensor in float32, with a copy."""
+    """Refuse a budget that does not hold two copies of the largest tensor in float32."""
     largest = max(spec.nbytes("float32") // max(1, spec.experts) for listed in specs.values() for spec in listed)
     if 2 * largest > budget:
         raise SpilloverError(f"quantising needs {format_bytes(2 * largest)} of host memory at least, and there are "

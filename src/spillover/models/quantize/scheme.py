@@ -1,4 +1,4 @@
-"""What a checkpoint is quantised to: the kinds there are, and each as compressed-tensors describes and stores it."""
+"""The schemes that a checkpoint can be quantised to, as compressed-tensors describes and stores them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from spillover.kernels.quantize import Inputs, Quantized, compensate, round_to_f
 
 INT_BITS = {"int4": 4, "int8": 8}
 KINDS = ("int4", "int8", "fp8")
-GROUPS = (128, 64, 32)  # columns that share a scale: the first that divides every row
-IGNORED = ("lm_head", r"re:.*\.(mlp|block_sparse_moe)\.gate$")  # heads and routers, which stay as they are
+GROUPS = (128, 64, 32)  # columns that share a scale; the default is the first that divides all rows
+IGNORED = ("lm_head", r"re:.*\.(mlp|block_sparse_moe)\.gate$")  # heads and routers, which are never quantised
 
 
 @dataclass(frozen=True)
 class Scheme:
     kind: str
-    group: int  # columns that share a scale; 0: a row has one
-    ignored: tuple[str, ...]  # modules that stay as they are: names, or patterns after "re:"
-    dtype: str  # of scales, and of what is not quantised
+    group: int  # columns that share a scale; 0: one scale per row
+    ignored: tuple[str, ...]  # modules that are not quantised: names, or regular expressions after "re:"
+    dtype: str  # type of the scales, and of tensors that are not quantised
 
     def config(self) -> dict[str, Any]:
-        """Return config.json's quantization_config."""
+        """Return the quantization_config for config.json."""
         weights: dict[str, Any] = {"type": "int", "num_bits": INT_BITS.get(self.kind, 8), "symmetric": True,
                                    "strategy": "group", "group_size": self.group, "dynamic": False, "actorder": None,
                                    "block_structure": None, "observer": "mse", "observer_kwargs": {}}
@@ -43,23 +43,23 @@ class Scheme:
                 "global_compression_ratio": None}
 
     def leaves(self, module: str) -> bool:
-        """Return whether a module stays as it is."""
+        """Return whether a module is not quantised."""
         return any(re.match(name.removeprefix("re:"), module) is not None if name.startswith("re:") else name == module
                    for name in self.ignored)
 
     def round(self, weight: Tensor) -> Quantized:
-        """Quantise weight [N, K] by itself."""
+        """Quantise weight [N, K] by rounding, without calibration."""
         dtype = getattr(torch, self.dtype)
         if self.kind == "fp8":
             return round_to_fp8(weight, dtype)
         return round_to_int(weight, INT_BITS[self.kind], self.group, dtype)
 
     def compensate(self, weight: Tensor, inputs: Inputs) -> Quantized:
-        """Quantise weight [N, K] so that its outputs on such inputs stay near."""
+        """Quantise weight [N, K] such that its outputs on these inputs change little."""
         return compensate(weight, inputs, INT_BITS[self.kind], self.group, getattr(torch, self.dtype))
 
     def fields(self, module: str, rows: int, columns: int) -> list[Field]:
-        """List the tensors that a module's weight is stored as."""
+        """List the tensors that store a module's weight."""
         if self.kind == "fp8":
             return [Field(f"{module}.weight", "float8_e4m3fn", (rows, columns)),
                     Field(f"{module}.weight_scale", self.dtype, (rows, 1))]
@@ -69,7 +69,7 @@ class Scheme:
                 Field(f"{module}.weight_shape", "int64", (2,))]
 
     def stored(self, quantized: Quantized) -> list[Tensor]:
-        """Return the tensors of `fields`."""
+        """Return the values of the tensors that `fields` lists."""
         if self.kind == "fp8":
             return [quantized.codes, quantized.scales]
         return [pack_words(quantized.codes, INT_BITS[self.kind]), quantized.scales,
@@ -78,7 +78,7 @@ class Scheme:
 
 def make_scheme(kind: str, columns: Iterable[tuple[str, int]], group: int | None, ignored: Sequence[str],
                 dtype: str) -> Scheme:
-    """Make a scheme for matrices of which `columns` gives the names and the columns. `group`: None chooses one."""
+    """Make a scheme. `columns`: name and number of columns of each matrix. `group`: None chooses one."""
     for name in ignored:
         try:
             re.compile(name.removeprefix("re:"))
@@ -103,8 +103,8 @@ def make_scheme(kind: str, columns: Iterable[tuple[str, int]], group: int | None
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes int8 [N, K] -> int32 [N, K * bits / 32], code + 2**(bits - 1), the first in the low bits."""
-    raised = codes.view(torch.uint8) + (1 << (bits - 1))  # wraps around, as bytes do
+    """Pack codes int8 [N, K] -> int32 [N, K * bits / 32] as code + 2**(bits - 1), the first code in the low bits."""
+    raised = codes.view(torch.uint8) + (1 << (bits - 1))  # uint8 wraps around
     if bits == 4:
         raised = raised[:, 0::2] | raised[:, 1::2] << 4
-    return raised.contiguous().view(torch.int32)  # words are little-endian, as on all machines this runs on
+    return raised.contiguous().view(torch.int32)  # little-endian words, as on all supported machines

@@ -1,4 +1,4 @@
-"""A checkpoint seen as if it were stored quantised: what `spill quantize` writes, and what --quantization loads."""
+"""A view of a checkpoint as if it were stored quantised: written by `spill quantize`, loaded by --quantization."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ HALVES = ("bfloat16", "float16")
 
 
 class QuantizedView(Checkpoint):
-    """A compressed-tensors checkpoint whose tensors are made when they are read, those of one matrix together."""
+    """A compressed-tensors checkpoint whose tensors are computed when read, all tensors of a matrix together."""
 
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme, specs: WeightSpecs,
                  quantize: Callable[[str], Quantized] | None = None, device: torch.device | None = None) -> None:
-        """Make the view. `specs`: of the unquantised model. `quantize` makes the codes of a matrix, by its name in the
-        checkpoint; None: each is rounded by itself, on `device`."""
+        """Make the view. `specs`: of the unquantised model. `quantize` returns the codes of a matrix by its name in the
+        checkpoint; None: matrices are rounded without calibration, on `device`."""
         self.path, self.scheme = checkpoint.path, scheme
         self.config = quantized_config(checkpoint.config, scheme)
         self._source = checkpoint
         self._quantize = quantize or (lambda name: scheme.round(checkpoint.read(name).to(device or "cpu")))
         self._plain = checkpoint.names()
-        self._made: dict[str, tuple[Field, str]] = {}  # by name: a tensor of a quantised matrix, and that matrix
-        self._fields: dict[str, list[Field]] = {}  # of each quantised matrix
+        self._made: dict[str, tuple[Field, str]] = {}  # by tensor name: its field and its matrix
+        self._fields: dict[str, list[Field]] = {}  # fields of each quantised matrix
         for name, _ in matrices(specs, scheme):
             if name not in self._plain:
                 raise CheckpointError(f"{self.path} has no tensor '{name}', without which it cannot be quantised")
@@ -44,13 +44,13 @@ class QuantizedView(Checkpoint):
             rows, columns = checkpoint.shape(name)
             self._fields[name] = scheme.fields(name.removesuffix(".weight"), rows, columns)
             self._made |= {field.name: (field, name) for field in self._fields[name]}
-        self._last: dict[str, Tensor] = {}  # tensors of the matrix that was read last
+        self._last: dict[str, Tensor] = {}  # tensors of the matrix read last, by name
 
     def names(self) -> set[str]:
         return self._plain | set(self._made)
 
     def stored(self, names: Iterable[str]) -> list[str]:
-        """Return the names of the tensors that take the places of these, layer after layer."""
+        """Return the names of the tensors that replace these in the quantised checkpoint, layer by layer."""
         return [stored for name in sorted(names, key=_place)
                 for stored in ([field.name for field in self._fields[name]] if name in self._fields else [name])]
 
@@ -91,7 +91,7 @@ class QuantizedView(Checkpoint):
 
 
 def open_quantized(path: Path, scheme: Scheme, device: torch.device) -> QuantizedView:
-    """Open an unquantised checkpoint as `scheme` quantises it."""
+    """Open an unquantised checkpoint as a view quantised by `scheme`."""
     checkpoint = open_checkpoint(path)
     arch, config = read_architecture(checkpoint.config, path)
     return QuantizedView(checkpoint, scheme, arch.weight_specs(config), device=device)
@@ -99,7 +99,7 @@ def open_quantized(path: Path, scheme: Scheme, device: torch.device) -> Quantize
 
 def choose_scheme(kind: str, config: Mapping[str, Any], path: Path, specs: WeightSpecs, group: int | None = None,
                   ignored: Sequence[str] = (), dtype: str = "auto") -> Scheme:
-    """Make the scheme for an unquantised model; `dtype`: "auto" is the model's own if that has 16 bits, else
+    """Make the scheme for an unquantised model; `dtype`: "auto" is the model's type if it has 16 bits, otherwise
     bfloat16."""
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "a quantisation")
@@ -111,13 +111,13 @@ def choose_scheme(kind: str, config: Mapping[str, Any], path: Path, specs: Weigh
 
 
 def quantized_config(config: Mapping[str, Any], scheme: Scheme) -> dict[str, Any]:
-    """Return a checkpoint's config as it is once the weights are quantised."""
+    """Return a checkpoint's config after quantisation."""
     kept = {key: value for key, value in config.items() if key not in ("torch_dtype", "codes")}
     return {**kept, "dtype": scheme.dtype, "quantization_config": scheme.config()}
 
 
 def matrices(specs: WeightSpecs, scheme: Scheme | None = None) -> Iterator[tuple[str, int]]:
-    """Yield the name and the columns of every matrix of a layer's linears; without those that a scheme leaves."""
+    """Yield the name and number of columns of every matrix of the layers; without those that `scheme` ignores."""
     for part, listed in specs.items():
         for spec in listed if part.startswith("layers.") else ():
             for name in matrix_names(spec):
@@ -126,8 +126,8 @@ def matrices(specs: WeightSpecs, scheme: Scheme | None = None) -> Iterator[tuple
 
 
 def matrix_names(spec: WeightSpec) -> list[str]:
-    """List the matrices of a linear, or those of all experts of a stack, in the order of their rows; none of a router's
-    or of what is no linear."""
+    """List the matrices of a linear, or of all experts of a stack, in the order of their rows; empty for a router, and
+    for a tensor that is not a linear."""
     if spec.format != DENSE or spec.name == "router":
         return []
     source = spec.sources[0]

@@ -1,1 +1,1 @@
-"""A model split over ranks: what each holds, how it reads it, how they add up."""
+"""Models sharded over ranks: the part of each rank, how it is read from a checkpoint, and the collectives."""

@@ -1,4 +1,4 @@
-"""The ranks of a sharded model as its decoder sees them: sums are added up, logits gathered, tokens told to all."""
+"""The ranks of a sharded model as its decoder uses them: all-reduce, gather of logits, broadcast of tokens."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """A group of ranks, each of which computes its part of every layer, in step with the others.
+    """The collective operations of a group of ranks, each of which computes its part of every layer.
 
-    All ranks make the same calls in the same order, with tensors of the same shapes. What a call returns depends on
-    what the ranks gave and on nothing else: the order of sums is that of the ranks.
+    All ranks must make the same calls in the same order, with tensors of the same shapes. Results are deterministic:
+    they depend only on the inputs, as sums are added in the order of the ranks.
     """
 
     rank: int
     size: int
-    expert_rows: Tensor  # int64 [size]: rows that each rank's experts were asked for, where these are dealt out
+    expert_rows: Tensor  # int64 [size]: number of rows routed to each rank's experts, with expert parallelism
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x, added up in float32 from rank 0 on; x may be overwritten."""
+        """Return the sum of all ranks' x, added in float32 in the order of ranks; x may be overwritten."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Return all ranks' x at rank 0, and nothing at the others."""
+        """Return all ranks' x at rank 0, and an empty list at the others."""
 
     def broadcast(self, x: Tensor) -> None:
-        """Overwrite x with rank 0's, at the others."""
+        """Overwrite x with rank 0's at all other ranks."""
 
 
 class OneRank:
-    """A model that is not sharded."""
+    """The single rank of a model that is not sharded."""
 
     rank = 0
     size = 1
@@ -52,7 +52,7 @@ ONE_RANK = OneRank()
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
-    """Add the parts of all ranks in float32, from rank 0 on, and round once."""
+    """Add the parts of all ranks in float32, in the order of ranks, and round once."""
     total = parts[0].float() + parts[1].float()
     for part in parts[2:]:
         total += part

@@ -1,6 +1,6 @@
-"""What one rank of a sharded model holds: its heads, its rows of the vocabulary, its experts or its part of each.
+"""The part of a sharded model that one rank holds: heads, rows of the vocabulary, and experts or a part of each.
 
-Plain arithmetic over shapes. `Cut` says where a rank's part lies in a checkpoint tensor; `shard_view.py` reads it.
+Plain arithmetic over shapes. A `Cut` is a rank's part of a checkpoint tensor; `shard_view.py` reads it.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, is_ex
 if TYPE_CHECKING:
     from spillover.kernels.formats.base import WeightFormat
 
-Ranges = tuple[tuple[int, int], ...]  # [start, stop) each, one after another
-VOCABULARY_UNIT = 128  # rows of the vocabulary that stay together, where there are enough of them: as FP8's blocks
-_MANY = 1 << 20  # more columns than any group has
-ONCE = ("o_bias", "down_bias", "experts.down_bias")  # added to a sum of all ranks' products, so by rank 0 alone
+Ranges = tuple[tuple[int, int], ...]  # ranges [start, stop), which are concatenated
+VOCABULARY_UNIT = 128  # granularity of parts of a large vocabulary in rows: the block size of FP8 weights
+_MANY = 1 << 20  # factor, larger than the columns of any group, by which sizes are checked to be linear
+ONCE = ("o_bias", "down_bias", "experts.down_bias")  # biases added by rank 0 only, as all ranks' products are summed
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `size` ranks. With `expert_parallel` experts are dealt out whole; else each is cut as other MLPs are."""
+    """One of `size` ranks. With `expert_parallel` a rank has whole experts, otherwise a part of each expert."""
 
     rank: int = 0
     size: int = 1
     expert_parallel: bool = False
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return the rank's [start, stop) of what is divided evenly."""
+        """Return the rank's [start, stop) of `count` items that are divided evenly."""
         each = count // self.size
         return self.rank * each, (self.rank + 1) * each
 
     def kv_heads(self, count: int) -> tuple[int, int]:
-        """Return the rank's [start, stop) of KV heads; with fewer heads than ranks, several ranks hold the same one."""
+        """Return the rank's [start, stop) of KV heads; with fewer heads than ranks, several ranks share a head."""
         if count >= self.size:
             return self.part(count)
         head = self.rank * count // self.size
         return head, head + 1
 
     def vocabulary(self, size: int) -> tuple[int, int]:
-        """Return the rank's [start, stop) of the vocabulary, of which parts need not be of one size."""
+        """Return the rank's [start, stop) of the vocabulary; parts can differ in size."""
         return self._bound(size, self.rank), self._bound(size, self.rank + 1)
 
     def vocabulary_width(self, size: int) -> int:
-        """Return the rows of the largest part of the vocabulary, which is the first."""
+        """Return the size of the largest part of the vocabulary, which is the first."""
         return self._bound(size, 1)
 
     def _bound(self, size: int, rank: int) -> int:
@@ -58,11 +58,11 @@ class Shard:
         return size if rank == self.size else -(-size * rank // (self.size * unit)) * unit
 
     def experts(self, count: int) -> range | None:
-        """Return the rank's own experts; None: it has a part of every expert."""
+        """Return the rank's own experts; None if it has a part of every expert."""
         return range(*self.part(count)) if self.expert_parallel and self.size > 1 else None
 
     def decoder(self, config: ModelConfig) -> ModelConfig:
-        """Return the shape of what the rank computes; routing is over all experts."""
+        """Return the configuration of the part that the rank computes; routing is over all experts."""
         if self.size == 1:
             return config
         first, last = self.kv_heads(config.num_kv_heads)
@@ -73,7 +73,7 @@ class Shard:
             expert_intermediate_size=inner if self.expert_parallel else inner // self.size)
 
     def planned(self, config: ModelConfig) -> ModelConfig:
-        """Return the shape of what the rank holds, as a plan counts it: its own experts only."""
+        """Return the configuration of the part that the rank holds, for its plan: only its own experts."""
         own = self.experts(config.num_experts)
         config = self.decoder(config)
         return config if own is None else replace(config, num_experts=len(own),
@@ -84,22 +84,22 @@ class Shard:
 class Cut:
     """A rank's part of one checkpoint tensor."""
 
-    name: str  # in the checkpoint; the rank knows it by another, where it is an expert
+    name: str  # name in the checkpoint; an expert may have another name at the rank
     whole: tuple[int, ...]  # shape in the checkpoint
-    ranges: tuple[Ranges | None, ...]  # for each dimension; None: all of it
+    ranges: tuple[Ranges | None, ...]  # ranges in each dimension; None: all of it
 
 
-Cuts = dict[str, Cut | None]  # by the name that the rank knows; None: a tensor that the rank is not to see
+Cuts = dict[str, Cut | None]  # by the rank's name of the tensor; None: hidden from the rank
 
 
 def is_cut(name: str) -> bool:
-    """Return whether ranks have different parts of a weight; the others are the same in all of them."""
+    """Return whether ranks have different parts of a weight; other weights are replicated."""
     return is_expert(name) or name.removesuffix("_bias") in ("qkv", "o", "sinks", "embedding", "lm_head", "gate_up",
                                                              "down")
 
 
 def check_shard(config: ModelConfig, size: int, expert_parallel: bool) -> None:
-    """Refuse a number of ranks that a model cannot be divided among."""
+    """Refuse a number of ranks that the model cannot be divided by."""
     if expert_parallel and not config.is_moe:
         raise SpilloverError(f"--enable-expert-parallel deals out experts, and {config.architecture} has none; "
                              "leave it out")
@@ -129,7 +129,7 @@ def _has_dense_layer(config: ModelConfig) -> bool:
 
 
 def shard_specs(specs: WeightSpecs, config: ModelConfig, shard: Shard) -> tuple[WeightSpecs, Cuts]:
-    """Return the rank's weights, and where they lie in a checkpoint of the whole model."""
+    """Return the specs of the rank's weights, and the cuts that they are of a checkpoint of the whole model."""
     if shard.size == 1:
         return specs, {}
     cuts: Cuts = {}
@@ -140,7 +140,7 @@ def shard_specs(specs: WeightSpecs, config: ModelConfig, shard: Shard) -> tuple[
 
 @dataclass(frozen=True)
 class _SpecCut:
-    """A rank's part of a weight: which experts, and of each its rows by source and tensor, and its columns."""
+    """A rank's part of a weight: the experts, and the rows and columns of each. None: all."""
 
     rows: tuple[tuple[Ranges, ...], ...] | None = None  # for each source, for each of its tensors
     columns: tuple[int, int] | None = None
@@ -148,7 +148,7 @@ class _SpecCut:
 
 
 def _shard_spec(spec: WeightSpec, config: ModelConfig, shard: Shard, cuts: Cuts) -> WeightSpec | None:
-    """Return the rank's part of a weight, noting what it is cut from; None: it has none."""
+    """Return the spec of the rank's part of a weight, and add its cuts to `cuts`; None if it has no part."""
     cut = _spec_cut(spec, config, shard)
     if cut is None:
         return None
@@ -159,7 +159,7 @@ def _shard_spec(spec: WeightSpec, config: ModelConfig, shard: Shard, cuts: Cuts)
     sources = []
     for index, source in enumerate(spec.sources):
         rows = cut.rows[index] if cut.rows is not None else tuple(((0, count),) for count in source.rows)
-        if spec.format is None and is_expert(spec.name):  # one tensor [experts, rows]; its source counts experts
+        if spec.format is None and is_expert(spec.name):  # one tensor [experts, rows]; its source's rows are experts
             experts = cut.experts or range(spec.shape[0])
             ranges = None if cut.rows is None else rows[0]
             cuts[source.names[0]] = Cut(source.names[0], spec.shape, (((experts.start, experts.stop),), ranges))
@@ -173,7 +173,7 @@ def _shard_spec(spec: WeightSpec, config: ModelConfig, shard: Shard, cuts: Cuts)
 
 
 def _spec_cut(spec: WeightSpec, config: ModelConfig, shard: Shard) -> _SpecCut | None:
-    """Return what a rank has of a weight, by its name; None: rank 0 alone has it."""
+    """Return the rank's part of a weight, by its name; None if only rank 0 has it."""
     experts = shard.experts(config.num_experts) if is_expert(spec.name) else None
     if experts is not None:
         return _SpecCut(experts=experts)
@@ -200,7 +200,7 @@ def _spec_cut(spec: WeightSpec, config: ModelConfig, shard: Shard) -> _SpecCut |
 
 
 def _gate_up_rows(spec: WeightSpec, source: Source, part: tuple[int, int], inner: int) -> tuple[Ranges, ...]:
-    """Return the rows of gate and up: two tensors, or one with the gate's rows first, or with both in turn."""
+    """Return the rows of gate and up: two tensors, or one with gate's rows first, or one with both interleaved."""
     if len(source.names) == 2:
         return (part,), (part,)
     if len(spec.sources[0].names) == 2:
@@ -209,7 +209,7 @@ def _gate_up_rows(spec: WeightSpec, source: Source, part: tuple[int, int], inner
 
 
 def _format(spec: WeightSpec, form: WeightFormat, cut: _SpecCut) -> WeightFormat:
-    """Return the format of a rank's part: codes of a GGUF file are dequantised where a block of them would be cut."""
+    """Return the format of a rank's part: GGUF codes are dequantised if the cut would split one of their blocks."""
     from spillover.kernels.formats.dense import DENSE
     from spillover.kernels.formats.gguf_codes import GgufCodes
 
@@ -220,7 +220,7 @@ def _format(spec: WeightSpec, form: WeightFormat, cut: _SpecCut) -> WeightFormat
 
 
 def _names(name: str, source: Source, spec: WeightSpec, cut: _SpecCut) -> Iterator[tuple[str, str]]:
-    """Yield the names of a matrix, or of each expert's: as the rank knows it, as the checkpoint has it."""
+    """Yield (the rank's name, the checkpoint's name) of a matrix, or of each expert's matrix."""
     if not source.per_expert:
         yield name, name
         return
@@ -230,7 +230,7 @@ def _names(name: str, source: Source, spec: WeightSpec, cut: _SpecCut) -> Iterat
 
 def _matrix_cuts(spec: WeightSpec, source: Source, local: str, stored: str, whole: int, rows: Ranges, cut: _SpecCut,
                  shard: Shard) -> Cuts:
-    """Return the cuts of one matrix's tensors, whichever its format reads."""
+    """Return the cuts of all tensors that the format may read for one matrix."""
     stack: tuple[Ranges | None, ...] = ()
     sizes: tuple[int, ...] = ()
     if spec.experts and not source.per_expert:
@@ -259,8 +259,8 @@ def _matrix_cuts(spec: WeightSpec, source: Source, local: str, stored: str, whol
 
 def _field_ranges(form: WeightFormat, index: int, name: str, field: Field, size: tuple[int, int], rows: Ranges,
                   columns: tuple[int, int] | None, shard: Shard) -> list[Ranges | None]:
-    """Return where a tensor is cut. What its format stores for a matrix of other sizes tells how each of its dimensions
-    counts rows or columns: by packed words, groups or blocks."""
+    """Return the ranges of a stored tensor. The shapes that its format stores for matrices of other sizes show how each
+    of its dimensions counts rows or columns: by packed words, groups or blocks."""
     def stored(matrix_rows: int, matrix_columns: int) -> Sequence[int]:
         return form.readable(name, matrix_rows, matrix_columns)[index].shape
 

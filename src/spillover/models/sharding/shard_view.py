@@ -1,4 +1,4 @@
-"""A checkpoint as one rank of a sharded model sees it: every tensor is the rank's part of the whole one."""
+"""A view of a checkpoint for one rank of a sharded model: every tensor is the rank's part of the whole one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _Dims = list[Ranges | None]
 
 
 class ShardView(Checkpoint):
-    """The rank's part of a checkpoint. What a file holds in another shape than expected is shown as it is, for who
-    reads it to refuse."""
+    """The rank's part of a checkpoint. A tensor whose shape is not as expected is returned uncut, for the reader to
+    refuse it."""
 
     def __init__(self, checkpoint: Checkpoint, cuts: Cuts) -> None:
         self.path: Path = checkpoint.path
@@ -78,7 +78,7 @@ class ShardView(Checkpoint):
         own, columns = dims if dims is not None else (None, None)
         if own is not None:
             assert rows is None, "a part of a part"
-            (rows,) = own  # matrices in codes are never two in one tensor
+            (rows,) = own  # one range, as a tensor in codes never has two matrices
         codes = self._source.read_codes(found, rows)
         if columns is None:
             return codes
@@ -94,7 +94,7 @@ class ShardView(Checkpoint):
         self._source.close()
 
     def _stored(self, name: str) -> str | None:
-        """Return a tensor's name in the checkpoint; None: the rank is not to see it."""
+        """Return a tensor's name in the checkpoint; None if it is hidden from the rank."""
         if name not in self._cuts:
             return name
         cut = self._cuts[name]
@@ -104,7 +104,7 @@ class ShardView(Checkpoint):
         return self._stored(name) or name
 
     def _dims(self, name: str) -> _Dims | None:
-        """Return where a tensor is cut, by the dimensions that the checkpoint has; None: it is read as it is."""
+        """Return the ranges of a tensor, by the dimensions that it has in the checkpoint; None if it is not cut."""
         cut = self._cuts.get(name)
         if cut is None:
             return None
@@ -112,12 +112,12 @@ class ShardView(Checkpoint):
 
 
 def open_shard(checkpoint: Checkpoint, cuts: Cuts) -> Checkpoint:
-    """Return a rank's view of a checkpoint; itself, where nothing is cut."""
+    """Return a rank's view of a checkpoint; the checkpoint itself if nothing is cut."""
     return ShardView(checkpoint, cuts) if cuts else checkpoint
 
 
 def _aligned(cut: Cut, shape: tuple[int, ...]) -> _Dims | None:
-    """Match the dimensions of a cut with those of a file, which may have more or fewer dimensions of 1."""
+    """Match the dimensions of a cut with those in a file, which may have more or fewer dimensions of size 1."""
     if shape == cut.whole:
         dims: _Dims = list(cut.ranges)
     else:
@@ -134,7 +134,7 @@ def _slice(ranges: Ranges | None) -> slice:
 
 
 def _nth(ranges: Ranges, index: int) -> int:
-    """Return the index-th of all that the ranges hold."""
+    """Return the element at `index` of the concatenated ranges."""
     for start, stop in ranges:
         if index < stop - start:
             return start + index

@@ -1,4 +1,4 @@
-"""Plans for several cards, and for cards that are not here: a table of rates, what each rank holds, what a step takes.
+"""Plans for several cards, and for cards that this machine does not have: rates, memory of ranks, times of steps.
 
-Predictions: arithmetic over shapes and the table, of which every entry names its source.
+All are predictions: arithmetic over shapes and a table of cards, in which every entry names its source.
 """

@@ -1,7 +1,7 @@
-"""The table that plans for absent cards are made from: cards, the links between them, and the hosts they sit in.
+"""The table for plans without the hardware: cards, the links between them, and their hosts.
 
-Every entry names its source. `measured` says that this project measured it; all else is published, or worked out from
-what is, as the source says.
+Every entry names its source. `measured` rates were measured by this project; all others are published, or computed
+from published ones, as the source says.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from spillover.plan.hardware import CudaDevice, Machine
 from spillover.plan.rates import Rates
 
 MIB = 1 << 20
-# What an H200 was measured to reach of its data sheet: 4.3 of 4.8 TB/s by copies, 780 of 989 TFLOP/s by a bfloat16
-# product of 8192 x 8192 matrices, 55 of 64 GB/s from pinned host memory. Data sheets of others are taken times these.
+# Shares of its data sheet that an H200 reached when measured: 4.3 of 4.8 TB/s by copies, 780 of 989 TFLOP/s by a
+# bfloat16 product of 8192 x 8192 matrices, 55 of 64 GB/s from pinned host memory. They scale other cards' data sheets.
 MEMORY_SHARE, MATRIX_SHARE, LINK_SHARE = 4.3 / 4.8, 780 / 989, 55 / 64
-KERNEL_SHARE = 51 / 55  # of the link, where a kernel reads host memory by itself; likewise measured on an H200
+KERNEL_SHARE = 51 / 55  # of the link's rate, when a kernel reads host memory; measured on an H200 too
 SHARES_SOURCE = ("peak rates of the data sheet times what an H200 was measured to reach of its own: "
                  f"{MEMORY_SHARE:.0%} of the memory's, {MATRIX_SHARE:.0%} of matrix products', {LINK_SHARE:.0%} of the "
                  "link's to the host")
-UNBOUNDED = 1 << 50  # bytes: host memory of a machine that is not here, where nobody said how much it has
+UNBOUNDED = 1 << 50  # bytes of host memory of a machine that is not this one, if no amount was given
 
 
 @dataclass(frozen=True)
 class Host:
-    """The memory that the cards of a machine stream weights from."""
+    """The host memory that the cards of a machine stream weights from."""
 
     name: str
-    socket_bandwidth: float  # bytes a second
-    socket_cards: int  # cards that share a socket's memory
-    core_read: float  # bytes a second that its cores read, as where they compute experts
+    socket_bandwidth: float  # bytes per second
+    socket_cards: int  # number of cards that share a socket's memory
+    core_read: float  # bytes per second that its cores read, for example to compute experts
     source: str
 
     def bandwidth(self, cards: int) -> float:
-        """Return the bytes a second that all cards together get, each from its own socket."""
+        """Return the bytes per second that all cards together can read, each from the memory of its socket."""
         return self.socket_bandwidth * math.ceil(cards / self.socket_cards)
 
 
 @dataclass(frozen=True)
 class Link:
-    """How cards add up a tensor: the time of an all-reduce by its bytes and the number of ranks.
+    """A connection between cards: the time of an all-reduce by its bytes and the number of ranks.
 
-    One-shot reads every peer's tensor at once; a ring goes round twice. The faster one is taken.
+    One-shot reads all peers' tensors at once; a ring takes two rounds. The faster of them is used.
     """
 
     name: str
-    ring_seconds: float  # of a ring over no bytes, before its first hop
-    hop_seconds: float  # of each of its 2 (n - 1) hops
-    ring_bandwidth: float  # bytes a second, as nccl-tests counts bus bandwidth
+    ring_seconds: float  # fixed time of a ring all-reduce, without its hops
+    hop_seconds: float  # time of each of its 2 (n - 1) hops
+    ring_bandwidth: float  # bytes per second, defined like the bus bandwidth of nccl-tests
     source: str
-    shot_seconds: float | None = None  # of one-shot over no bytes; None: cards cannot read each other's memory
-    shot_bandwidth: float = 1.0  # bytes a second that a rank reads from all peers
+    shot_seconds: float | None = None  # fixed time of one-shot; None: cards cannot read each other's memory
+    shot_bandwidth: float = 1.0  # bytes per second that a rank reads from all peers together
 
     def all_reduce(self, nbytes: float, ranks: int) -> float:
-        """Return seconds."""
+        """Return the seconds of an all-reduce."""
         if ranks == 1:
             return 0.0
         ring = self.ring_seconds + 2 * (ranks - 1) * self.hop_seconds
@@ -66,7 +66,7 @@ class Link:
         return min(ring, self.shot_seconds + (ranks - 1) * nbytes / self.shot_bandwidth)
 
     def gather(self, nbytes: float, ranks: int) -> float:
-        """Return the seconds after which one rank has all parts, `nbytes` together."""
+        """Return the seconds until one rank has the parts of all ranks, `nbytes` in total."""
         if ranks == 1:
             return 0.0
         moved = (ranks - 1) / ranks * nbytes
@@ -77,21 +77,21 @@ class Link:
 @dataclass(frozen=True)
 class Card:
     name: str
-    title: str  # as drivers name it
+    title: str  # name that the driver reports
     memory: int  # bytes, as nvidia-smi reports them
-    memory_peak: float  # bytes a second
+    memory_peak: float  # bytes per second
     bfloat16_peak: float  # FLOP/s of dense products
     float32_peak: float
-    link_peak: float  # bytes a second from host memory, one direction
+    link_peak: float  # bytes per second from host memory, in one direction
     capability: tuple[int, int]
-    links: tuple[str, ...]  # to other cards, the fastest first
+    links: tuple[str, ...]  # possible links to other cards, the fastest first
     host: str
     source: str
     measured: Rates | None = None
 
     @property
     def rates(self) -> Rates:
-        """Return what is planned with: measured, or the data sheet's times measured shares of another card's."""
+        """Return the rates for plans: measured ones, or the data sheet's scaled by the shares that an H200 reaches."""
         cores = HOSTS[self.host].core_read
         if self.measured is not None:
             return replace(self.measured, host_read=cores)
@@ -101,7 +101,7 @@ class Card:
                      kernel_read=link * KERNEL_SHARE, host_read=cores)
 
     def machine(self) -> Machine:
-        """Return a machine with this card, of whose host nothing is known but that it has memory enough."""
+        """Return a machine with this card and a host with enough memory, of which nothing else is known."""
         return Machine(
             cpu="a host that is not here", cores=16, cpu_quota=None, memory_total=UNBOUNDED, memory_available=UNBOUNDED,
             memory_limit=None, memlock=None, last_level_cache=0, process_bytes=0, cache_folder="", cache_free=UNBOUNDED,
@@ -109,7 +109,7 @@ class Card:
             cuda=(CudaDevice(0, self.title, self.memory, self.memory, self.capability),))
 
 
-CORE_READ = 86e9  # bytes a second: 16 cores beside an H200, while its link copies; measured
+CORE_READ = 86e9  # bytes per second read by 16 cores next to an H200 while its link copies; measured
 _CORES = "cores read 86 GB/s, as 16 of them do beside an H200 while it copies (measured by this project)"
 HOSTS: Mapping[str, Host] = {
     "ddr4": Host("DDR4-3200, 8 channels", 204.8e9, 4, CORE_READ,
@@ -158,11 +158,11 @@ CARDS: Mapping[str, Card] = {card.name: card for card in (
     Card("rtx-5090", "NVIDIA GeForce RTX 5090", 32607 * MIB, 1792e9, 209.5e12, 104.8e12, 64e9, (12, 0), ("pcie5",),
          "desktop", _DATA_SHEET),
 )}
-DEFAULT_CARD = "h200"  # where there is none here, and none was named
+DEFAULT_CARD = "h200"  # used if this machine has no card and none was named
 
 
 def find_card(name: str) -> Card:
-    """Return the card that somebody typed."""
+    """Return the card that the user named."""
     typed = name.lower().replace("_", "-").replace(" ", "-")
     found = CARDS.get(typed) or CARDS.get(f"rtx-{typed}")
     if found is None:
@@ -171,13 +171,13 @@ def find_card(name: str) -> Card:
 
 
 def card_here(device: CudaDevice) -> Card | None:
-    """Return the table's entry of a card by the name that its driver gives it; None: it is not in the table."""
+    """Return the table's entry for a card by the name that its driver reports; None if it is not in the table."""
     words = device.name.lower().replace("-", " ").split()
     return next((card for card in CARDS.values() if card.name.split("-")[-1] in words), None)
 
 
 def find_link(name: str | None, card: Card) -> Link:
-    """Return the link between cards of that kind. `name`: what somebody typed, where a family is enough (nvlink)."""
+    """Return the link between cards of this kind. `name`: as typed by the user; a family is enough (nvlink)."""
     if name is None:
         return LINKS[card.links[0]]
     typed = name.lower()

@@ -1,7 +1,7 @@
-"""What a step takes on n cards: each rank's part at its own roof, and the all-reduces that no rank can start without.
+"""The time of a step on n cards: each rank's part at its own limit, and the all-reduces that all ranks wait for.
 
-A rank streams weights over its own link, as fast as that is or as its part of the host's memory bandwidth. Launches,
-waits and skew between ranks are not counted. Nothing is taken to be hidden behind an all-reduce.
+A rank streams weights over its own link, bounded by its share of the host's memory bandwidth. Launches, waits and skew
+between ranks are not counted. No work is assumed to overlap with an all-reduce.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from spillover.plan.roofline import Roofline
 from spillover.plan.shapes import ModelShape, model_shape
 from spillover.plan.units import weight_units
 
-REQUESTS = (1, 8, 64)  # of the decode steps that are shown
-CONTEXT = PROMPT = 512  # as a plan for one card has them
+REQUESTS = (1, 8, 64)  # numbers of requests of the decode steps to show
+CONTEXT = PROMPT = 512  # tokens, as in a plan for one card
 LONG_PROMPT = 8192
-DRAWS = 256  # of random routing, by which the busiest rank's load is known to about a percent
+DRAWS = 256  # samples of random routing, which give the busiest rank's load to about one percent
 
 
 @dataclass(frozen=True)
 class StepTime:
     name: str
-    tokens: int  # sampled by a decode, or taken in by a prefill
-    rank_seconds: float  # what the slowest rank computes, reads and moves
-    bound: str  # what binds it: memory, compute, link, host, ...
+    tokens: int  # tokens sampled by a decode, or processed by a prefill
+    rank_seconds: float  # time of the slowest rank to compute, read and move its part
+    bound: str  # the limit that rank_seconds comes from: memory, compute, link, host, ...
     all_reduce_seconds: float
 
     @property
@@ -42,7 +42,7 @@ class StepTime:
 
     @property
     def share(self) -> float:
-        """Return the part of the step that ranks spend adding up."""
+        """Return the share of the step that is spent in all-reduces."""
         return self.all_reduce_seconds / self.seconds
 
     @property
@@ -52,13 +52,13 @@ class StepTime:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The plan of one rank, and what steps of the whole group take."""
+    """The plan of one rank, and the times of steps of the whole group."""
 
     shard: Shard
     plan: Plan
-    weight_bytes: int  # on all ranks together
-    replicated_bytes: int  # of them what is there more than once, padding included
-    stream_rate: float | None  # bytes a second over a rank's link, with its part of the host's bandwidth
+    weight_bytes: int  # bytes of weights on all ranks together
+    replicated_bytes: int  # those of weight_bytes that are replicas or padding
+    stream_rate: float | None  # bytes per second over a rank's link, bounded by its share of the host's bandwidth
     steps: tuple[StepTime, ...]
 
     @property
@@ -67,14 +67,14 @@ class RankPlan:
 
 
 def layout_name(shard: Shard) -> str:
-    """Name what is planned for, as tables head it."""
+    """Return the name of a layout for the headings of tables."""
     if shard.size == 1:
         return "1 card"
     return f"{shard.size} cards" + (", experts apart" if shard.expert_parallel else "")
 
 
 def rank_rates(rates: Rates, host: Host, ranks: int) -> Rates:
-    """Return the rates of one rank, whose machine is shared by all of them."""
+    """Return the rates of one rank on a machine that all ranks share."""
     if ranks == 1:
         return rates
     most = host.bandwidth(ranks) / ranks
@@ -92,7 +92,7 @@ def rank_rates(rates: Rates, host: Host, ranks: int) -> Rates:
 
 def make_rank_plan(shard: Shard, plan: Plan, whole_bytes: int, config: ModelConfig, specs: WeightSpecs, rates: Rates,
                    link: Link, whole: ModelConfig) -> RankPlan:
-    """Predict the steps of a group. `config`, `specs` and `rates` are a rank's, `whole` the model's."""
+    """Predict the steps of a group. `config`, `specs` and `rates` are those of a rank, `whole` the model's config."""
     times = []
     for name, batch, tokens in _batches(plan):
         seconds, bound = _rank_seconds(shard, plan, config, specs, rates, batch, whole)
@@ -102,12 +102,12 @@ def make_rank_plan(shard: Shard, plan: Plan, whole_bytes: int, config: ModelConf
 
 
 def all_reduces(layers: int) -> int:
-    """Return how many a step needs: after attention and MLP of every layer, and one of the embedding's rows."""
+    """Return the all-reduces per step: after attention and MLP of every layer, and one of the embedding's rows."""
     return 2 * layers + 1
 
 
 def busiest(experts: int, k: int, ranks: int, tokens: int) -> float:
-    """Return how many of a token's experts the busiest rank computes on average, were routing uniform."""
+    """Return the mean number of a token's experts that the busiest rank computes, assuming uniform routing."""
     draws = max(1, min(DRAWS, (DRAWS * 64) // tokens))
     random = np.random.default_rng(0)
     chosen = random.multivariate_hypergeometric([experts // ranks] * ranks, k, size=(draws, tokens))
@@ -115,7 +115,7 @@ def busiest(experts: int, k: int, ranks: int, tokens: int) -> float:
 
 
 def _batches(plan: Plan) -> list[tuple[str, list[tuple[int, int]], int]]:
-    """Return name, (new tokens, tokens cached before) of each request, and tokens of the steps to show."""
+    """Return the steps to show: (name, (new tokens, cached tokens) of each request, tokens)."""
     context = min(CONTEXT, plan.max_model_len - 1)
     shown = [(f"Decode, {count} request{'s' * (count > 1)}", [(1, context)] * count, count) for count in REQUESTS
              if count <= plan.max_num_seqs]
@@ -134,7 +134,7 @@ def _rank_seconds(shard: Shard, plan: Plan, config: ModelConfig, specs: WeightSp
 
 
 def _loaded(shard: Shard, shape: ModelShape, batch: Sequence[tuple[int, int]], whole: ModelConfig) -> ModelShape:
-    """Return the shape of the busiest rank: of whole experts it has as many as chance gives the least lucky."""
+    """Return the shape of the busiest rank: with whole experts, it computes more of them than the average rank."""
     if not shard.expert_parallel or shard.size == 1:
         return shape
     tokens = sum(new for new, _ in batch)

@@ -1,1 +1,1 @@
-"""The routes, one file a group of paths; `requests` has what they make of a body, `answers` what they send back."""
+"""The routes, one file per group of paths; `requests` parses request bodies, `answers` writes responses."""

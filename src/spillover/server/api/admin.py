@@ -1,4 +1,4 @@
-"""Models, tokenizing, usage, and the switches of a running server."""
+"""Routes for models, tokenizing and usage, and the admin routes of a running server."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def detokenize(http: HttpRequest,
 
 @router.get("/usage", response_model=UsageResponse, responses=refusals(statuses=(401, 403, 500)))
 async def usage(http: HttpRequest) -> Response:
-    """Return the totals of the key that asks, since the server's start; of all keys, to an admin key."""
+    """Return the totals of the request's API key since the server's start; for an admin key, those of all keys."""
     front = front_of(http)
     alone = None if http.scope.get("spillover.admin") else http.scope.get("spillover.key")
     return _json({"since": front.started, "keys": front.recorder.usage.report(alone)})
@@ -153,7 +153,7 @@ async def start_profile(http: HttpRequest) -> Response:
 
 @router.post("/stop_profile", response_model=ProfileResponse, responses=_PROFILED)
 async def stop_profile(http: HttpRequest) -> Response:
-    """End the profile and write its trace, which https://ui.perfetto.dev opens, to --profiler-dir."""
+    """Stop the profile and write its trace, which https://ui.perfetto.dev opens, to --profiler-dir."""
     _profiler_dir(http)
     return _json(await _running(http).client.ask("stop_profile"))
 
@@ -167,7 +167,7 @@ def _profiler_dir(http: HttpRequest) -> str:
 
 
 def _admin(http: HttpRequest) -> Front:
-    """Guard the routes that change the server's state for everybody."""
+    """Return the front; raise an ApiError unless the admin routes are enabled and the engine is ready."""
     front = front_of(http)
     if not front.settings.admin_routes:
         raise ApiError(403, f"POST {http.url.path} is off: start the server with --enable-admin-routes, or with "

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation in, a message out, with tool calls read out of it."""
+"""POST /v1/chat/completions: takes a conversation and answers with a message, whose tool calls are parsed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _job(front: Front, body: ChatRequest, use: ToolUse | None, name: str) -> Job
             raise ApiError(400, "a forced tool call and a constrained answer contradict each other: give tool_choice "
                                 "or response_format", "tool_choice")
         structured = use.constraint or structured
-        if use.format == "mistral":  # its mark is a special token
+        if use.format == "mistral":  # Mistral's tool call mark is a special token
             changes["skip_special_tokens"] = False
     ids = prompt_ids(front, body, use.tools if use is not None else ())
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -72,7 +72,7 @@ def _job(front: Front, body: ChatRequest, use: ToolUse | None, name: str) -> Job
 
 
 class _Writer:
-    """The answer's JSON, whole or in chunks."""
+    """A writer of the answer's JSON, whole or in chunks."""
 
     def __init__(self, front: Front, body: ChatRequest, use: ToolUse | None, job: Job, head: dict[str, Any],
                  timed: bool) -> None:
@@ -87,7 +87,7 @@ class _Writer:
         self._with_usage = options is not None and bool(options.include_usage)
         self._each_usage = options is not None and bool(options.continuous_usage_stats)
         self._chunk_head = head | {"object": "chat.completion.chunk"} | ({"usage": None} if self._with_usage else {})
-        # Most streams bring nothing but text, and have their chunks encoded once for all.
+        # Most streams have only text: all of their chunk but the text is encoded once.
         self._plain = not body.logprobs and not body.return_token_ids and not self._each_usage and use is None
 
     def whole(self, answer: Answer) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class _Writer:
                     yield written
 
     def _chunks(self, sequence: _Sequence, text: str) -> bytes:
-        """Return the events that bring what is new of one sequence; nothing if nothing is."""
+        """Return the events with the new part of one sequence; empty if there is none."""
         piece = sequence.cursor.take(text)
         if piece is None:
             return b""
@@ -143,7 +143,7 @@ class _Writer:
                                   for part in self._parts(sequence, piece))
 
     def _parts(self, sequence: _Sequence, piece: Piece) -> list[dict[str, Any]]:
-        """Return the choices of the chunks that bring a piece; log probabilities and ids come with the first."""
+        """Return the choices of the chunks for a piece; log probabilities and token ids are in the first chunk."""
         deltas = [{"content": piece.text}] if piece.text else []
         if sequence.reader is not None:
             deltas = [sequence.delta(delta) for delta in sequence.read(piece)]
@@ -179,13 +179,13 @@ class _Writer:
         return chat_logprobs(self._front.texts, piece.tokens, piece.rows, self._body.top_logprobs or 0, self._as_ids)
 
     def _finish(self, piece: Piece, called: bool) -> str | None:
-        """Return OpenAI's finish reason: 'stop' where a named tool was forced, 'tool_calls' where the model chose."""
+        """Return OpenAI's finish reason: 'stop' if a named tool was forced, 'tool_calls' if the model chose."""
         named = self._use is not None and isinstance(self._use.forced, str)
         return "tool_calls" if called and not named and piece.finish_reason == "stop" else piece.finish_reason
 
 
 class _Sequence:
-    """One choice on its way out."""
+    """One choice and how much of it was sent."""
 
     def __init__(self, index: int, cursor: Cursor, use: ToolUse | None) -> None:
         self.index = index

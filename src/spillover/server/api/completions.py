@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or token ids in, text out; with echo and log probabilities for evaluations."""
+"""POST /v1/completions: takes text or token ids, answers with text; echo and log probabilities are for evaluations."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 
 class _Writer:
-    """The answer's JSON, whole or in chunks."""
+    """A writer of the answer's JSON, whole or in chunks."""
 
     def __init__(self, front: Front, body: CompletionRequest, jobs: list[Job], head: dict[str, Any],
                  timed: bool) -> None:
@@ -94,14 +94,14 @@ class _Writer:
         self._head = head
         self._timed = timed
         self._n = body.n or 1
-        self._dropped = body.max_tokens == 0  # the engine samples at least one token; it is not shown
+        self._dropped = body.max_tokens == 0  # the engine samples at least one token; it is not returned
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._skip_special = body.skip_special_tokens is not False
         options = body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
         self._each_usage = options is not None and bool(options.continuous_usage_stats)
         self._chunk_head = head | ({"usage": None} if self._with_usage else {})
-        # Most streams bring nothing but text, and have their chunks encoded once for all.
+        # Most streams have only text: all of their chunk but the text is encoded once.
         self._plain = body.logprobs is None and not body.return_token_ids and not self._each_usage
 
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class _Writer:
         return choice
 
     def _part(self, job: Job, piece: Piece, offsets: TextOffsets, begins: bool) -> dict[str, Any]:
-        """Return a choice, or the next part of one; the echo comes with the part that begins it."""
+        """Return a choice, or its next part; the echoed prompt is in the first part."""
         body = self._body
         echoed = job.requests[0].prompt_token_ids if begins and body.echo else []
         drawn = [] if self._dropped else piece.tokens
@@ -158,7 +158,7 @@ class _Writer:
                     yield written
 
     def _chunk(self, sequence: _Sequence, text: str) -> bytes:
-        """Return the event that brings what is new of one sequence; nothing if nothing is."""
+        """Return the event with the new part of one sequence; empty if there is none."""
         piece = sequence.cursor.take(text)
         if piece is None or (self._dropped and piece.finish_reason is None):
             return b""
@@ -187,12 +187,12 @@ class _Writer:
         return prompt_rows(self._front.texts, self._prompt_rows(job), self._as_ids)
 
     def _prompt_rows(self, job: Job) -> list[PositionLogprobs | None]:
-        """Return one entry a prompt token; nothing predicts the first."""
+        """Return one entry per prompt token; the first is None, as nothing predicts it."""
         return [None, *job.requests[0].prompt_logprobs]
 
 
 class _Sequence:
-    """One choice on its way out."""
+    """One choice and how much of it was sent."""
 
     def __init__(self, index: int, job: Job, cursor: Cursor, offsets: TextOffsets) -> None:
         self.index = index

@@ -1,4 +1,4 @@
-"""The OpenAPI document: request bodies are read by hand (json_body), so they are described by hand too."""
+"""The OpenAPI document: json_body parses request bodies without FastAPI, so they are described here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORDS = {400: "The request cannot be served as asked.", 401: "An API key is nee
 
 
 def body_of(*models: type[BaseModel]) -> dict[str, Any]:
-    """Return `openapi_extra` of a route that reads one of these from its body; `describe` must be told of them too."""
+    """Return `openapi_extra` of a route whose body is one of these models; pass the models to `describe` too."""
     refs = [{"$ref": _REF.format(model=model.__name__)} for model in models]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -38,7 +38,7 @@ def refusals(extra: dict[int | str, Any] | None = None,
 
 
 def describe(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Put the bodies' schemas among the document's components."""
+    """Add the schemas of the bodies to the document's components."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,4 +1,4 @@
-"""Every refusal in OpenAI's shape: {"error": {"message", "type", "param", "code"}}. No traceback leaves here."""
+"""Error responses in OpenAI's format: {"error": {"message", "type", "param", "code"}}. No traceback is ever sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 _SENTENCES = {404: "There is no {method} {path} here; GET /openapi.json lists what there is.",
               405: "{path} does not take {method}; GET /openapi.json lists what it takes."}
 
-# The codes of what the server's limits and safety refuse, each counted in /metrics.
+# Codes of requests refused for the server's limits or for safety; /metrics counts each.
 REFUSALS = ("request_too_large", "too_many_values", "too_deep", "too_many_messages", "bodies_busy",
             "unsupported_media_type", "foreign_origin", "unknown_host", "admin_routes_off", "headers_too_large",
             "malformed_http", "client_timeout", "too_many_connections", "idle_connection", "grammar_size",
@@ -52,7 +52,7 @@ class ErrorBody(msgspec.Struct):
 
 
 def as_api_error(error: Exception, request_id: str) -> ApiError:
-    """Return what a client may know of any error; one that nobody foresaw is logged whole under the request's id."""
+    """Return the error to show a client; an unexpected one is logged with its traceback under the request's id."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -76,8 +76,8 @@ def error_response(error: ApiError) -> Response:
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return pydantic's findings as one sentence; the first names the parameter."""
-    # A field that may have several forms is reported once a form; what lies deepest is of the form that was meant.
+    """Return pydantic's findings as one sentence; the first finding determines the parameter."""
+    # A field with several forms is reported once per form; the deepest path belongs to the form that was meant.
     first = str(field_path(problems[0]["loc"]) or "").partition(".")[0]
     paths = [field_path(problem["loc"]) for problem in problems]
     param = max((path for path in paths if path and path.partition(".")[0] == first), default=paths[0],
@@ -91,7 +91,7 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
 def field_path(loc: Sequence[int | str]) -> str | None:
     """Return a path like messages.0.content, without the names of alternative forms that pydantic adds."""
     parts = [str(part) for part in loc if not _is_form(part)]
-    # The form of a field with a type of its own is named like that type, as is often the field inside.
+    # A form with its own type is named like that type, and often so is the field inside.
     return ".".join(part for i, part in enumerate(parts) if i == 0 or part != parts[i - 1])[:256] or None
 
 
@@ -123,7 +123,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 class LastResort:
-    """The outermost layer: what no handler took becomes a 500 without a traceback, or the end of the stream."""
+    """The outermost layer: an error without a handler becomes a 500 without a traceback, or ends the stream."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

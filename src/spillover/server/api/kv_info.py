@@ -1,4 +1,4 @@
-"""GET /kv/info: block identity, measured rates and the queue, for a router that predicts when this server answers."""
+"""GET /kv/info: block identity, measured rates and the queue, for a router that predicts this server's latency."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spillover.server.api.documents import refusals
 from spillover.server.front import Front, front_of
 from spillover.server.schemas.schemas_kv import KvEvents, KvInfo, KvStore, KvTier
 
-MEDIA = {"host": CPU, "disk": STORAGE}  # tiers that KV events tell of
+MEDIA = {"host": CPU, "disk": STORAGE}  # names in KV events of the tiers that they cover
 
 router = APIRouter()
 
@@ -66,7 +66,7 @@ def info_of(front: Front) -> KvInfo:
 
 
 def _stores(config: EngineConfig, tiers: Sequence[TierReport], nbytes: int) -> list[KvStore]:
-    """Return what other servers may find this one's blocks in, as soon as they are computed."""
+    """Return the stores in which other servers can find this server's blocks as soon as they are computed."""
     names = {}
     if config.host_pool is not None:
         names["pool"] = str(socket_path(config.host_pool))

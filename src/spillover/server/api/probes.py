@@ -1,4 +1,4 @@
-"""Probes for whoever starts and stops servers: alive, started, ready. Each answers 200 or 503, and never waits."""
+"""Probes for load balancers and supervisors: alive, started, ready. Each answers 200 or 503 without waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spillover.server.api.errors import ApiError
 from spillover.server.front import front_of
 from spillover.server.schemas.schemas_admin import HealthResponse
 
-PROBES = ("/health", "/ping", "/ready", "/readyz", "/livez", "/startupz")  # open to all: load balancers have no key
+PROBES = ("/health", "/ping", "/ready", "/readyz", "/livez", "/startupz")  # need no key: load balancers have none
 
 router = APIRouter()
 
@@ -37,9 +37,9 @@ async def ready(http: HttpRequest) -> Response:
 
 @router.get("/livez", response_model=HealthResponse, responses=_STATUSES)
 async def live(http: HttpRequest) -> Response:
-    """Answer 200 unless only a restart of the whole server can help: the engine is dead and not started again.
+    """Answer 200 unless only a restart of the whole server can help: the engine is dead and is not restarted.
 
-    Loading, long steps, a sleeping, hung or dying engine are no reason, as the server itself deals with these.
+    Loading, long steps, and a sleeping, hung or dying engine still count as alive, as the server handles them itself.
     """
     front = front_of(http)
     if front.client.gave_up and not front.draining:
@@ -49,7 +49,7 @@ async def live(http: HttpRequest) -> Response:
 
 @router.get("/startupz", response_model=HealthResponse, responses=_STATUSES)
 async def started(http: HttpRequest) -> Response:
-    """Answer 200 from the moment that the model was loaded for the first time."""
+    """Answer 200 once the model has been loaded for the first time."""
     front = front_of(http)
     if not front.started_once:
         front.require_engine()

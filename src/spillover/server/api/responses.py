@@ -1,4 +1,4 @@
-"""/v1/responses: text and function calls, in OpenAI's newer shape; a response may go on from one that was stored."""
+"""/v1/responses: text and function calls in OpenAI's Responses API; a response may continue one that was stored."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _store(http: HttpRequest) -> ResponseStore:
 
 
 def _not_found(name: str) -> ApiError:
-    return ApiError(404, f"No response '{name[:128]}' is stored here: it was deleted, made room for others, or was not "
+    return ApiError(404, f"No response '{name[:128]}' is stored here: it was deleted or evicted, or was not "
                          f"to be stored.", code="response_not_found")
 
 
@@ -96,7 +96,7 @@ def _previous(http: HttpRequest, name: str | None) -> StoredResponse | None:
         return None
     stored = _store(http).get(owner_of(http), name)
     if stored is None:
-        raise ApiError(400, f"No response '{name[:128]}' is stored here: it was deleted, made room for others, or was "
+        raise ApiError(400, f"No response '{name[:128]}' is stored here: it was deleted or evicted, or was "
                             f"not to be stored. Send the whole conversation as input.", "previous_response_id",
                        "previous_response_not_found")
     return stored
@@ -104,7 +104,7 @@ def _previous(http: HttpRequest, name: str | None) -> StoredResponse | None:
 
 def _job(front: Front, body: ResponsesRequest, use: ToolUse | None, before: StoredResponse | None,
          name: str) -> tuple[Job, list[ChatMessage]]:
-    """Return what to run, and the conversation so far without instructions: those are of one request."""
+    """Return the job to run, and the conversation so far without instructions, which apply to one request only."""
     messages = before.messages() if before is not None else []
     if isinstance(body.input, str):
         messages.append(ChatMessage(role="user", content=body.input))
@@ -120,7 +120,7 @@ def _job(front: Front, body: ResponsesRequest, use: ToolUse | None, before: Stor
             raise ApiError(400, "a forced tool call and a constrained answer contradict each other: give tool_choice "
                                 "or text.format", "tool_choice")
         structured = use.constraint or structured
-        skip_special = use.format != "mistral"  # its mark is a special token
+        skip_special = use.format != "mistral"  # Mistral's tool call mark is a special token
     ids = prompt_ids(front, ConversationFields(messages=[*system, *messages]), use.tools if use is not None else ())
     room = answer_room(front.context, len(ids), body.max_output_tokens, None, "max_output_tokens", "input")
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -139,7 +139,7 @@ def _structured(body: ResponsesRequest) -> StructuredOutputs | None:
 
 
 class _Writer:
-    """The response object as it goes through its states, and the events that tell of them."""
+    """The response object in all its states, and the writer of the events that report them."""
 
     def __init__(self, front: Front, body: ResponsesRequest, use: ToolUse | None, job: Job, model: str,
                  request_id: str, timed: bool, stored: bool) -> None:
@@ -172,7 +172,7 @@ class _Writer:
         return self._ended()
 
     async def stream(self, keep: Any) -> AsyncGenerator[bytes]:
-        """Stream the events. `keep` is handed the response once it has ended."""
+        """Stream the events. `keep` is called with the completed response."""
         cursor = Cursor(self._job.requests[0])
         begun = False
         try:

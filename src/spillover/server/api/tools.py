@@ -1,7 +1,7 @@
-"""Tool calls: how a model is told of its tools, made to call one, and how its calls are read out of its text.
+"""Tool calls: how tools are described to a model, how a call is forced, and how calls are parsed from its text.
 
-Three formats are read: Hermes and Qwen (<tool_call>{...}</tool_call>), Llama 3 ({"name": ..., "parameters": ...}) and
-Mistral ([TOOL_CALLS]...). Which one a model writes is seen from its chat template.
+Three formats are parsed: Hermes and Qwen (<tool_call>{...}</tool_call>), Llama 3 ({"name": ..., "parameters": ...}) and
+Mistral ([TOOL_CALLS]...). The model's chat template determines its format.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new: text of the answer, or the beginning of a call, or more of the last call's arguments."""
+    """The next part of an answer: text, the start of a call, or more arguments of the last call."""
 
     content: str = ""
     name: str | None = None
@@ -43,7 +43,7 @@ class Delta:
 
 
 class Reader(Protocol):
-    """A reader of an answer's text as it grows, which tells text from calls."""
+    """A parser of an answer's growing text, which separates text from calls."""
 
     def feed(self, text: str) -> list[Delta]: ...
     def end(self) -> list[Delta]: ...
@@ -51,16 +51,16 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a chat request wants done with its tools."""
+    """The tools of a chat request, and how they are to be used."""
 
     format: Format
-    forced: str | Literal[True] | None = None  # a tool's name; True: any of them; None: as the model likes
+    forced: str | Literal[True] | None = None  # a tool's name; True for any tool; None if the model decides
     tools: tuple[Tool, ...] = ()
     single: bool = False  # parallel_tool_calls: false
 
     @property
     def constraint(self) -> StructuredOutputs | None:
-        """Return the grammar that makes the model call: a named tool's arguments, or a whole call of any tool."""
+        """Return the grammar that forces a call: the arguments of a named tool, or a complete call of any tool."""
         if self.forced is None:
             return None
         if isinstance(self.forced, str):
@@ -80,14 +80,14 @@ class ToolUse:
 
     def call_id(self) -> str:
         letters = string.ascii_letters + string.digits
-        if self.format == "mistral":  # its template refuses other lengths
+        if self.format == "mistral":  # Mistral's template refuses other lengths
             return "".join(secrets.choice(letters) for _ in range(9))
         return "call_" + "".join(secrets.choice(letters) for _ in range(24))
 
 
 def tool_use(tools: Sequence[Tool] | None, choice: str | NamedToolChoice | None, parallel: bool | None,
              template: str) -> ToolUse | None:
-    """Return the tools of a request. `choice`, `parallel`: as in a chat request; None: no tools to use."""
+    """Return the tools of a request; None if it uses none. `choice` and `parallel` are the chat request's fields."""
     if not tools:
         if choice == "required" or isinstance(choice, NamedToolChoice):
             raise ApiError(400, "tool_choice asks for a call, but there are no tools: send some", "tool_choice")
@@ -119,7 +119,7 @@ def knows_tools(template: str) -> bool:
 
 
 def described(tools: Sequence[Tool]) -> str:
-    """Describe tools for a model whose template says nothing of tools: Hermes' words, which many were trained on."""
+    """Describe tools to a model whose template ignores them, in the format of Hermes, which many are trained on."""
     lines = "\n".join(json.dumps(tool.model_dump(exclude_none=True), ensure_ascii=False) for tool in tools)
     return ("You may call one or more functions to assist with the user query.\n\nYou are provided with function "
             f"signatures within <tools></tools> XML tags:\n<tools>\n{lines}\n</tools>\n\nFor each function call, "
@@ -128,13 +128,13 @@ def described(tools: Sequence[Tool]) -> str:
 
 
 def written_calls(calls: Sequence[dict[str, Any]]) -> str:
-    """Write earlier calls as a model without tools in its template would have written them."""
+    """Return earlier calls as a model whose template ignores tools would have written them."""
     return "\n".join(f"{_HERMES_OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{_HERMES_CLOSE}"
                      for call in calls)
 
 
 def read_all(reader: Reader, text: str) -> tuple[str, list[Call]]:
-    """Return a whole answer: its text, and its calls."""
+    """Return the text and the calls of a complete answer."""
     content, calls = "", []
     for delta in [*reader.feed(text), *reader.end()]:
         content += delta.content
@@ -146,7 +146,7 @@ def read_all(reader: Reader, text: str) -> tuple[str, list[Call]]:
 
 
 class _Arguments:
-    """A named tool was forced: the text is its arguments."""
+    """A reader for a forced named tool: the text is its arguments."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
@@ -160,12 +160,12 @@ class _Arguments:
 
 
 class _WholeCall:
-    """A reader where some tool was forced: the text is {"name": ..., "arguments": ...}."""
+    """A reader for a forced call of any tool: the text is {"name": ..., "arguments": ...}."""
 
     def __init__(self) -> None:
         self._text = ""
         self._begun = False
-        self._blank = False  # nothing of the arguments so far
+        self._blank = False  # only blanks of the arguments so far
 
     def feed(self, text: str) -> list[Delta]:
         self._text += text
@@ -179,7 +179,7 @@ class _WholeCall:
         if self._blank:
             self._text = self._text.lstrip()
             self._blank = not self._text
-        # The last brace is the call's own, not the arguments'.
+        # The last brace closes the call, not the arguments.
         keep = len(self._text.rstrip().removesuffix("}").rstrip())
         new, self._text = self._text[:keep], self._text[keep:]
         return [Delta(name=name, arguments=new)] if new or name else []
@@ -189,7 +189,7 @@ class _WholeCall:
 
 
 class _Marked:
-    """The model may call: text up to a mark is text, what follows is calls if it can be read as such."""
+    """A reader for optional calls: text before a mark is content; text after it is calls if it can be parsed."""
 
     def __init__(self, format: Format, single: bool) -> None:
         self._format = format
@@ -197,7 +197,7 @@ class _Marked:
         self._calls = 0
         self._held = ""
         self._inside = False
-        self._blank = True  # nothing but blanks so far
+        self._blank = True  # only blanks so far
 
     def feed(self, text: str) -> list[Delta]:
         self._held += text
@@ -218,14 +218,14 @@ class _Marked:
         return self._read(held)
 
     def _before_mark(self) -> list[Delta]:
-        """Show what cannot be part of a mark; stop at one."""
+        """Return the text that cannot be part of a mark, up to a complete mark."""
         start, length = self._find_mark()
         shown, self._held = self._held[:start], self._held[start:]
         self._inside = length > 0
         return self._show(shown)
 
     def _find_mark(self) -> tuple[int, int]:
-        """Return where a mark begins, and its length; length 0 where only its beginning may be there."""
+        """Return the start and length of a mark; length 0 if only its beginning may have arrived."""
         if self._format == "llama":
             if not self._blank:
                 return len(self._held), 0
@@ -244,7 +244,7 @@ class _Marked:
         return len(self._held), 0
 
     def _show(self, text: str) -> list[Delta]:
-        # Blanks between calls are nobody's answer.
+        # Blanks between calls are not part of the answer.
         if not text or (self._calls and not text.strip()):
             return []
         self._blank = self._blank and not text.strip()
@@ -317,7 +317,7 @@ def _call(value: Any) -> Call | None:
 
 
 def _whole(text: str) -> str:
-    """Return text with U+FFFD for each half of a surrogate pair, which a model may write as an escape."""
+    """Return text with U+FFFD for each lone half of a surrogate pair, which a model may write as an escape."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -1,1 +1,1 @@
-"""The engine's process, and the side of it that the server sees."""
+"""The engine process, and the front's interface to it."""

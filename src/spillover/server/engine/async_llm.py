@@ -1,7 +1,7 @@
-"""`AsyncLLM`: a model in a process of its own, to be awaited. The server is built on it, and so may be your own.
+"""`AsyncLLM`: a model in a separate process with an asynchronous interface, for the server or for other programs.
 
-Everything here runs on one event loop. The engine's messages are taken in as they come and kept as state, not in
-queues: a reader that is slow finds the newest state when it looks again, and holds up nobody. Imports no torch.
+All of it runs on one event loop. The engine's messages are applied as they arrive and kept as state, not in queues: a
+slow reader sees the newest state when it looks again, and delays no other. Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ log = logging.getLogger("spillover.server")
 
 EngineState = Literal["starting", "ready", "sleeping", "hung", "dead"]
 
-INLINE_CHARACTERS = 4096  # longer prompts are prepared in a thread: tokenising them would hold up every stream
+INLINE_CHARACTERS = 4096  # longer prompts are prepared in a thread, as tokenising them would stall every stream
 
 
 @dataclass(eq=False)
 class _Open:
-    """An answer that is being made."""
+    """An answer that is being generated."""
 
     answer: Answer
     ids: list[int]
@@ -61,7 +61,7 @@ class _Open:
 
 
 class AsyncLLM:
-    """A model in a process of its own, started again when it dies or hangs; every engine flag is a keyword.
+    """A model in a separate process, restarted when it dies or hangs; every engine flag is a keyword argument.
 
         async with AsyncLLM("path/to/model", gpu_memory="8GB") as llm:
             async for output in llm.generate("The capital of France is", SamplingParams(temperature=0)):
@@ -70,15 +70,15 @@ class AsyncLLM:
     Any number of tasks of the event loop that started it may use it at once.
     """
 
-    factory: RequestFactory  # from start() on; its make() checks and names requests, and takes long for long texts
-    tokenizer: Tokenizer | None = None  # from start() on; None with skip_tokenizer_init
+    factory: RequestFactory  # set by start(); its make() checks and names requests, which takes long for long texts
+    tokenizer: Tokenizer | None = None  # set by start(); None with skip_tokenizer_init
 
     def __init__(self, model: str | PathLike[str] | None = None, *, max_queue: int = 1024, restart: bool = True,
                  limits: HangLimits | None = None, on_plan: Callable[[Plan], None] | None = None,
                  on_progress: Callable[[str, int, int], None] | None = None, **flags: Any) -> None:
-        """Make a client, to be started. `max_queue` sequences may wait beyond those that run; `restart`: start again an
-        engine that died or hung, as `limits` say; `on_plan` sees the plan before anything is loaded, `on_progress`
-        (stage, done, in all) follows the start.
+        """Create a client, not started yet. Up to `max_queue` sequences may wait in addition to those that run. With
+        `restart` an engine that died, or hung by `limits`, is started again. `on_plan` is called with the plan before
+        anything is loaded, `on_progress` with (stage, amount done, total) during the start.
         """
         self.max_queue = max_queue
         self._config = EngineConfig.from_flags(model=model, **flags)
@@ -87,19 +87,19 @@ class AsyncLLM:
                                     on_progress=on_progress)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = LiveStats()
-        self._default_params = SamplingParams()  # until the model has been found
+        self._default_params = SamplingParams()  # replaced by the model's defaults in start()
         self._ids = itertools.count(1)
         self._open: dict[int, tuple[_Open, Request]] = {}
         self._named: dict[str, _Open] = {}  # requests of generate() and chat(), by request_id
         self._calls: dict[int, asyncio.Future[Reply]] = {}
-        self._ended: deque[float] = deque(maxlen=256)  # when the last sequences ended
+        self._ended: deque[float] = deque(maxlen=256)  # times at which the last sequences finished
         self._stopping: asyncio.Task[None] | None = None
         self._drain_until = math.inf
 
     # Starting and stopping
 
     async def start(self) -> AsyncLLM:
-        """Start the engine and wait until it is ready; SpilloverError with its own sentence if it cannot start."""
+        """Start the engine and wait until it is ready; raise SpilloverError with the reason if it cannot start."""
         if self._loop is not None:
             raise SpilloverError("an AsyncLLM is started once; make a new one")
         self._loop = asyncio.get_running_loop()
@@ -124,7 +124,7 @@ class AsyncLLM:
         return self
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """Take no more requests, give those that run `drain_seconds` to end, then stop. Nothing is left behind.
+        """Refuse new requests, let running ones finish for up to `drain_seconds`, then stop the engine process.
 
         Calling it again while it drains can only shorten the wait.
         """
@@ -146,15 +146,15 @@ class AsyncLLM:
         self._fail_all("the engine is stopping", retry_after=10)
         await self._keeper.stop("the engine has stopped")
 
-    # Asking
+    # Requests
 
     def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
                  priority: int = 0, cache_salt: str | None = None) -> AsyncGenerator[RequestOutput, None]:
-        """Give the growing answer to one prompt, a result whenever it has grown; the last one is `finished`.
+        """Yield the answer to one prompt whenever it has grown; the last result is `finished`.
 
-        Leaving the iterator early (break inside `contextlib.aclosing`, cancellation, aclose) ends the request, and so
-        does `abort(request_id)`. Raises RequestError for a request that cannot be served, QueueFull, and EngineDead
-        if the engine is not there or dies meanwhile, whereupon it can be asked again.
+        Leaving the iterator early (break inside `contextlib.aclosing`, cancellation, aclose) aborts the request, and so
+        does `abort(request_id)`. Raises RequestError for a request that cannot be served, QueueFull, and EngineDead if
+        the engine is not available or dies; the request can then be sent again.
         """
         params = params_for(1, sampling_params, self.get_default_sampling_params())[0]
         text, ids = prompt_parts(prompt)
@@ -167,7 +167,7 @@ class AsyncLLM:
     def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None,
              request_id: str | None = None, *, tools: Sequence[Mapping[str, Any]] | None = None, priority: int = 0,
              cache_salt: str | None = None, **template_options: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Answer messages through the model's chat template; otherwise as `generate`."""
+        """Answer messages through the model's chat template; otherwise the same as `generate`."""
         params = params_for(1, sampling_params, self.get_default_sampling_params())[0]
         messages = conversation(messages)
 
@@ -175,16 +175,16 @@ class AsyncLLM:
             ids = self.factory.render(messages, tools, **template_options)
             return None, self.factory.make(None, ids, params, priority, cache_salt, request_id)
 
-        return self._outputs(None, make, request_id)  # a chat template's time is bounded, but not short
+        return self._outputs(None, make, request_id)  # the time of a chat template is bounded, but not short
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what a request without sampling_params uses: the model's generation config over SamplingParams()."""
+        """Return the default sampling_params of a request: SamplingParams() with the model's generation config."""
         return self._default_params
 
     async def abort(self, request_id: str) -> None:
-        """End a request that `generate` or `chat` was given this id for; its last result says "abort"."""
+        """Abort the request of `generate` or `chat` with this id; its last result has the finish reason "abort"."""
         entry = self._named.get(request_id)
-        if entry is None:  # it has ended by itself
+        if entry is None:  # it has finished already
             return
         for request in entry.answer.requests:
             request.finish_reason = request.finish_reason or "abort"
@@ -193,7 +193,7 @@ class AsyncLLM:
         entry.grown.set()
 
     async def stats(self) -> LiveStats:
-        """Return what the engine is doing and has done since its start."""
+        """Return the engine's state and its counters since its start."""
         return await self.call("stats")
 
     async def reset_prefix_cache(self) -> None:
@@ -206,26 +206,26 @@ class AsyncLLM:
     async def wake_up(self) -> None:
         await self.call("wake_up")
 
-    # Looking
+    # State
 
     @property
     def info(self) -> EngineInfo:
-        """Return the engine that serves, or served last; AttributeError before the first is ready."""
+        """Return the current or last engine's info; AttributeError before the first engine is ready."""
         return self._keeper.info
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """Return the event loop that started it; None before."""
+        """Return the event loop that started the client; None before start()."""
         return self._loop
 
     @property
     def ready(self) -> bool:
-        """Return whether requests are taken, also while the engine sleeps, though they wait then."""
+        """Return whether requests are accepted; also True while the engine sleeps, though they wait then."""
         return self.trouble is None
 
     @property
     def trouble(self) -> str | None:
-        """Return why no request is taken now; None if they are."""
+        """Return why requests are not accepted now; None if they are."""
         return self._keeper.trouble if self._stopping is None else "the engine is stopping"
 
     @property
@@ -239,7 +239,7 @@ class AsyncLLM:
 
     @property
     def gave_up(self) -> bool:
-        """Return whether the engine is dead and will not be started again."""
+        """Return whether the engine is dead and will not be restarted."""
         return self._keeper.gave_up
 
     @property
@@ -249,31 +249,31 @@ class AsyncLLM:
 
     @property
     def hangs(self) -> int:
-        """Return the engines that were killed because they hung."""
+        """Return the number of engines that were killed because they hung."""
         return self._keeper.hangs
 
     @property
     def num_open(self) -> int:
-        """Return the sequences that have been handed to the engine and have not ended."""
+        """Return the number of sequences that were sent to the engine and have not finished."""
         return len(self._open)
 
     @property
     def waiting_prompt_tokens(self) -> int:
-        """Return the prompt tokens of sequences that have no token yet: an upper bound of what is to be computed."""
+        """Return the prompt tokens of sequences without output tokens: an upper bound of those left to compute."""
         return sum(request.num_prompt for _, request in self._open.values() if not request.output_token_ids)
 
     def latest(self) -> LiveStats:
-        """Return the engine's state as it last told; never older than 0.25 s while it works."""
+        """Return the engine's last reported state; at most 0.25 s old while the engine works."""
         return self._stats
 
-    # What the server's routes call
+    # Used by the server's routes
 
     async def answers(self, requests: list[Request], prompt: str | None = None, *, stream: bool = True,
                       name: str | None = None) -> AsyncGenerator[Answer, None]:
-        """Yield the same Answer each time it has grown, the last time with `finished`; without `stream` only then.
+        """Yield the same Answer each time it has grown, the last time `finished`; without `stream` only the last time.
 
-        `requests` are the n sequences that `factory.make` made of one request; `name` is what `abort` knows it by.
-        Otherwise as `generate`.
+        `requests` are the n sequences that `factory.make` made of one request; `name` is its id for `abort`. Otherwise
+        the same as `generate`.
         """
         if name is not None and name in self._named:
             raise RequestError(f"a request with the id '{name}' runs already; give each one its own")
@@ -302,7 +302,7 @@ class AsyncLLM:
         return self._stats
 
     async def ask(self, method: Method, argument: str = "", timeout: float = 120.0) -> Any:
-        """Return what the engine replies to a call. EngineDead, or SpilloverError."""
+        """Return the engine's reply to a call. Raises EngineDead or SpilloverError."""
         process = self._check_serving()
         id = next(self._ids)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -355,13 +355,13 @@ class AsyncLLM:
 
     def _check_queue(self, count: int) -> None:
         waiting = len(self._open) + count - self.info.plan.max_num_seqs
-        if self._open and waiting > self.max_queue:  # alone, a request is served whatever its n
+        if self._open and waiting > self.max_queue:  # a request that is the only one is accepted whatever its n
             raise QueueFull(f"{len(self._open)} sequences run or wait already, and at most "
                             f"{self.info.plan.max_num_seqs} run and {self.max_queue} wait; try again later",
                             self._retry_after(waiting - self.max_queue))
 
     def _retry_after(self, count: int) -> int:
-        """Return the seconds until `count` sequences will have ended, at the rate of the last ones."""
+        """Return the estimated seconds until `count` sequences have finished, at the rate of the last ones."""
         if len(self._ended) < 2:
             return 1
         rate = len(self._ended) / max(time.monotonic() - self._ended[0], 1e-3)
@@ -373,7 +373,7 @@ class AsyncLLM:
         if ids:
             self._keeper.send(encode(Abort(ids, reason)))
 
-    # Hearing
+    # Messages from the engine
 
     def _fail_all(self, message: str, retry_after: int = 2) -> None:
         self._stats = msgspec.structs.replace(self._stats, sleeping=False, num_running=0, num_waiting=0)
@@ -412,14 +412,14 @@ class AsyncLLM:
             self._stats = step.stats
 
     def _grow(self, entry: _Open, request: Request, update: Update, now: float) -> bool:
-        """Take in what is new of a sequence; True if a stop string ends it, of which the engine does not know."""
+        """Apply a sequence's update; return True if a stop string ended it, which the engine does not know yet."""
         mirror(request, update)
         if update.error is not None:
             entry.error = RequestError(update.error)
             return False
         try:
             stop_string = entry.answer.advance(request)
-        except Exception:  # one sequence's text must not be the end of the others
+        except Exception:  # an error in one sequence's text must not fail the others
             log.exception("The text of a request could not be made")
             entry.error = SpilloverError("the text of this request could not be made")
             request.finish_reason, unfinished = "error", request.finish_reason is None

@@ -1,6 +1,6 @@
-"""Keeps an engine process running: starts it, listens to its heartbeat, replaces it when it dies or hangs, stops it.
+"""Keeps an engine process running: starts it, monitors its heartbeat, replaces it when it dies or hangs, stops it.
 
-Knows nothing of requests: what the engine says about them is handed on, and so is the news that it has gone.
+It has no knowledge of requests: the engine's messages about them, and the loss of an engine, are passed to callbacks.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ log = logging.getLogger("spillover.server")
 
 KeeperState = Literal["starting", "ready", "hung", "dead"]
 
-START_SECONDS = 900.0  # an engine that starts may be silent for this long: a large model from a slow disk
-LOOK_SECONDS = 0.25  # between looks at the heartbeat
-QUICK_DEATH_SECONDS = 60.0  # an engine that lived for less counts against MAX_QUICK_DEATHS
-MAX_QUICK_DEATHS = 5  # in a row, then it is not started again
-FIRST_BACKOFF_SECONDS = 0.5  # before the second restart in a row; doubled for each one after, up to ...
+START_SECONDS = 900.0  # seconds that a starting engine may be silent: a large model on a slow disk
+LOOK_SECONDS = 0.25  # seconds between two checks of the heartbeat
+QUICK_DEATH_SECONDS = 60.0  # an engine that lived shorter than this many seconds counts against MAX_QUICK_DEATHS
+MAX_QUICK_DEATHS = 5  # quick deaths in a row after which the engine is not restarted
+FIRST_BACKOFF_SECONDS = 0.5  # wait before the second restart in a row; doubled for each further one, up to ...
 LONGEST_BACKOFF_SECONDS = 30.0
 MAX_RETRY_AFTER = 60  # seconds
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The engine that serves, or served last."""
+    """The engine that is serving, or that served last."""
 
     pid: int
-    model: str  # as it was asked for
+    model: str  # name or path as the user gave it
     model_path: str
     model_config: ModelConfig
     plan: Plan
-    config: EngineConfig  # as planned: nothing left to choose
+    config: EngineConfig  # the configuration as planned, with all choices made
     max_model_len: int
     load_seconds: float
-    started: float  # monotonic seconds, when it became ready
-    restarts: int  # engines that died before this one
-    null_model: bool  # --load-format null: no model behind it
-    identity: bytes  # what KV depends on besides tokens: the root of block digests
+    started: float  # monotonic time in seconds when it became ready
+    restarts: int  # number of engines that died before this one
+    null_model: bool  # True with --load-format null: there is no model
+    identity: bytes  # the root of block digests: what KV depends on besides tokens
 
 
 class EngineKeeper:
     """A supervisor that keeps an engine running, on the event loop that starts it."""
 
-    info: EngineInfo  # from start() on
+    info: EngineInfo  # set by start()
 
     def __init__(self, config: EngineConfig, *, limits: HangLimits, restart: bool,
                  on_message: Callable[[Step | Reply], None], on_lost: Callable[[str], None],
                  on_plan: Callable[[Plan], None] | None, on_progress: Callable[[str, int, int], None] | None) -> None:
-        """Keep an engine running. `on_lost` is told why, whenever an engine has gone with whatever it was doing."""
+        """Keep an engine running. `on_lost` is called with the reason whenever an engine has died with its requests."""
         self.limits = limits
-        self.gave_up = False  # the engine is dead and will not be started again
+        self.gave_up = False  # True if the engine is dead and will not be restarted
         self.restarts = 0
-        self.hangs = 0  # engines that were killed because they hung
+        self.hangs = 0  # number of engines that were killed because they hung
         self._config = config
         self._restart = restart
         self._on_message = on_message
@@ -75,12 +75,12 @@ class EngineKeeper:
         self._ready: asyncio.Future[Ready] | None = None
         self._state: Literal["starting", "ready", "dead"] = "starting"
         self._why = "the engine is starting"
-        self._hang: str | None = None  # why the process that runs was killed by us
-        self._heard = time.monotonic()  # when the engine last said something
+        self._hang: str | None = None  # why the keeper killed the running process for a hang
+        self._heard = time.monotonic()  # time of the engine's last message
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Spawn the engine and wait until it is ready; SpilloverError with its own sentence if it cannot start."""
+        """Spawn the engine and wait until it is ready; raise SpilloverError with the reason if it cannot start."""
         self._tasks.append(asyncio.create_task(self._watch()))
         try:
             await self._launch()
@@ -90,7 +90,7 @@ class EngineKeeper:
         self._tasks.append(asyncio.create_task(self._keep_running()))
 
     async def stop(self, why: str) -> None:
-        """Stop the engine; afterwards nothing of it is left."""
+        """Stop the engine; afterwards no part of it remains."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -106,13 +106,13 @@ class EngineKeeper:
 
     @property
     def heartbeat_age(self) -> float:
-        """Return the seconds since the engine last gave a sign of life; 0 where there is none that should."""
+        """Return the seconds since the engine last gave a sign of life; 0 if no engine should be running."""
         alive = self._process is not None and self._state != "dead"
         return self._process.heartbeat.silence if alive and self._process is not None else 0.0
 
     @property
     def trouble(self) -> str | None:
-        """Return why no request can be served now; None if they can."""
+        """Return why requests cannot be served now; None if they can."""
         if self.state == "ready":
             return None
         if self.state == "hung" and self._process is not None:
@@ -124,20 +124,20 @@ class EngineKeeper:
         return f"{self._why}, and is not started again" if self.gave_up else f"{self._why}; try again soon"
 
     def serving(self) -> EngineProcess:
-        """Return the process to send requests to; EngineDead if there is none that would hear them."""
+        """Return the process to send requests to; raise EngineDead if there is none that can serve them."""
         if self.trouble is not None or self._process is None:
             raise EngineDead(self.trouble or self._why, MAX_RETRY_AFTER if self.gave_up else 2)
         return self._process
 
     def send(self, message: bytes) -> None:
-        """Send an encoded message, lost if there is no engine."""
+        """Send an encoded message, which is lost if there is no engine."""
         if self._process is not None:
             self._process.send(message)
 
-    # One engine
+    # One engine process
 
     async def _launch(self) -> None:
-        """Start an engine process and wait until it is ready. SpilloverError if it is not to be."""
+        """Start an engine process and wait until it is ready. Raise SpilloverError if it cannot start."""
         self._state, self._why, self._hang = "starting", "the engine is starting", None
         self._heard = time.monotonic()
         self._ready = asyncio.get_running_loop().create_future()
@@ -199,7 +199,7 @@ class EngineKeeper:
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(message)
 
-    # One after the other
+    # Restarts
 
     async def _keep_running(self) -> None:
         quick_deaths = 0
@@ -240,7 +240,7 @@ class EngineKeeper:
         return False
 
     async def _watch(self) -> None:
-        """Listen to the heartbeat of whichever engine runs, and kills one that hangs."""
+        """Monitor the heartbeat of the current engine, and kill the engine if it hangs."""
         degraded = False
         while True:
             await asyncio.sleep(LOOK_SECONDS)

@@ -1,8 +1,8 @@
-"""The engine process: `python -m spillover.server.engine.engine_process`, started by the front and ended with it.
+"""The engine process: `python -m spillover.server.engine.engine_process`, which the front starts and ends.
 
-Only what ties the two processes together is here, and nothing heavy is imported before it holds. A front that dies,
-even by SIGKILL, closes our standard input; the kernel tells us too where it can. Signals that a terminal or a service
-manager sends to every process are the front's to act on: it lets requests end before it stops us.
+This module only ties the two processes together, before anything heavy is imported. A front that dies, even by SIGKILL,
+closes the engine's standard input; where possible the kernel notifies the engine too. The engine ignores signals that a
+terminal or service manager sends to every process: the front lets requests finish before it stops the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import zmq
 from spillover.server.engine.heartbeat import Pulse
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-FLUSH_MS = 2000  # for the last message to leave
+FLUSH_MS = 2000  # milliseconds for the last message to be sent
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
     pulse = Pulse(launch["pulse"])
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
-    socket.sndhwm = socket.rcvhwm = 0  # bounded by the requests that the front lets in
+    socket.sndhwm = socket.rcvhwm = 0  # unlimited: the front limits the number of requests
     socket.connect(launch["endpoint"])
     socket.send(STARTING)
     try:
@@ -46,15 +46,15 @@ def main() -> int:
         context.term()
 
 
-# A Progress message, said before msgspec and torch are imported.
+# An encoded Progress message, sent before msgspec and torch are imported.
 STARTING = b"\x94\xa8progress\xbbStarting the engine process\x00\x00"
 
 
 def _end_with(parent: int) -> None:
-    """End this process with the front."""
+    """Make this process end when the front does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before prctl was called
         os._exit(1)
 
     def wait_for_end_of_input() -> None:

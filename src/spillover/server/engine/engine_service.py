@@ -1,6 +1,6 @@
-"""The engine's side of the socket: builds the engine, then takes messages in between steps and tells what they brought.
+"""The engine's side of the socket: builds the engine, receives messages between steps and sends their results.
 
-Waits on the socket when there is nothing to do, so an idle engine takes no CPU time.
+It waits on the socket while there is no work, so an idle engine takes no CPU time.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from spillover.server.engine.protocol import (
 from spillover.server.engine.wire import Sequence, added, decode_to_engine, encode
 from spillover.units import format_bytes
 
-STATS_SECONDS = 0.25  # how old the front's view of the engine may be while it works
-COPYING_MS = 1  # waiting for a message while KV is on its way from another tier
-IDLE_TIERS_MS = 5000  # between two looks at tiers that nobody uses, whose disk or server may go or come back
-STALLED_MS = 5  # waiting for a message when there is work but none of it can go on
+STATS_SECONDS = 0.25  # maximum age of the front's view of the engine's state while it works
+COPYING_MS = 1  # timeout of waiting for a message while KV is being copied from another tier
+IDLE_TIERS_MS = 5000  # between two checks of unused tiers, whose disk or server may fail or recover
+STALLED_MS = 5  # timeout of waiting for a message while there is work but none of it can proceed
 PROGRESS_SECONDS = 0.1
 
 
 def serve(socket: zmq.Socket[bytes], line: bytes, pulse: Pulse) -> int:
-    """Build what the launch line asks for, run it until told to stop, and return the exit code."""
+    """Build the engine of the launch line, run it until it is stopped, and return the exit code."""
 
     def send(message: FromEngine) -> None:
         socket.send(encode(message))
@@ -71,7 +71,7 @@ def serve(socket: zmq.Socket[bytes], line: bytes, pulse: Pulse) -> int:
         started = time.monotonic()
         parts = assemble(launch.config, lambda plan: send(Planned(plan)), _throttled(send))
         gc.collect()
-        gc.freeze()  # what is loaded stays; the collector need not look at it again
+        gc.freeze()  # all loaded objects stay; the collector need not scan them again
         send(Ready(os.getpid(), parts.config, str(parts.path), parts.model_config, parts.plan,
                    time.monotonic() - started, parts.engine.scheduler.kv.identity))
         service = EngineService(socket, parts, pulse)
@@ -100,20 +100,20 @@ class EngineService:
         self._scheduler = parts.engine.scheduler
         self._grammars = GrammarWorker(parts.tokenizer, GrammarLimits.of(parts.config))
         self._profile = ProfileSession(parts.plan.device)
-        self._sequences: dict[int, Sequence] = {}  # sequences that the front still wants to hear of
-        self._compiling: set[int] = set()  # sequences not yet known to the scheduler
+        self._sequences: dict[int, Sequence] = {}  # sequences that the front still wants updates of
+        self._compiling: set[int] = set()  # ids of sequences not yet scheduled, as their grammar is being compiled
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._grammars.fileno(), zmq.POLLIN)
         runner = parts.engine.runner
         self._ranks = runner if isinstance(runner, ParallelRunner) else None
-        if self._ranks is not None and self._ranks.lost_descriptor is not None:  # an idle engine hears of it too
+        if self._ranks is not None and self._ranks.lost_descriptor is not None:  # wakes an idle engine too
             self._poller.register(self._ranks.lost_descriptor, zmq.POLLIN)
         self._stopped = False
         self._sleeping = False
         self._stalled = False
-        self._told = 0.0  # when the front last heard of the engine's state ...
-        self._current = False  # ... and whether nothing has changed since
+        self._told = 0.0  # time when the engine's state was last sent to the front
+        self._current = False  # whether that state is still current
         self._weight_bytes = parts.engine.runner.weight_bytes
         self._sources = TokenSources()
         self._output_tokens = 0
@@ -142,7 +142,7 @@ class EngineService:
     # Messages in
 
     def _receive(self) -> None:
-        """Receive every message that is there; wait for one if there is nothing else to do."""
+        """Receive all pending messages; wait for one if there is nothing else to do."""
         if self._sleeping or not self._engine.has_work:
             if not self._current:
                 self._tell([], now=True)
@@ -202,11 +202,11 @@ class EngineService:
 
     def _abort(self, id: int, reason: str) -> None:
         sequence = self._sequences.pop(id, None)
-        if sequence is None:  # it has ended by itself
+        if sequence is None:  # it has finished already
             return
         if id in self._compiling:
             self._compiling.discard(id)
-            sequence.request.status = Status.FINISHED  # siblings do not wait for it
+            sequence.request.status = Status.FINISHED  # so that its siblings do not wait for it
         else:
             self._scheduler.stop(sequence.request, reason)
 
@@ -216,7 +216,7 @@ class EngineService:
         self._pulse.at(CALL)
         try:
             reply = Reply(message.id, self._answer(message.method, message.argument))
-        except (SpilloverError, MemoryError, RuntimeError) as error:  # RuntimeError: torch, of memory that ran out
+        except (SpilloverError, MemoryError, RuntimeError) as error:  # RuntimeError: torch, when memory ran out
             reply = Reply(message.id, error=f"{message.method} failed: {error}")
         self._send(reply)
 
@@ -238,7 +238,7 @@ class EngineService:
         if self._sleeping:
             return
         self._check_host_memory()
-        self._sleeping = True  # from here on no step is launched, also if moving the weights fails half way
+        self._sleeping = True  # no step is launched from here on, even if moving the weights fails half way
         self._tell([update for request in self._engine.drain() if (update := self._update(request))])
         self._engine.sleep()
 
@@ -263,14 +263,14 @@ class EngineService:
             return None
         update = sequence.update()
         self._output_tokens += len(update.token_ids)
-        if update.sources is not None and len(request.output_token_ids) == len(update.token_ids):  # its first
+        if update.sources is not None and len(request.output_token_ids) == len(update.token_ids):  # the first update
             self._sources = added(self._sources, update.sources)
         if request.finish_reason is not None:
             del self._sequences[sequence.id]
         return update
 
     def _tell(self, updates: list[Update], now: bool = False) -> None:
-        """Tell what is new. `now`: with the engine's state, whether or not it is time for it."""
+        """Send the updates; also the engine's state if it is due, or at once with `now`."""
         time_now = time.monotonic()
         due = now or time_now - self._told >= STATS_SECONDS
         if due:
@@ -282,7 +282,7 @@ class EngineService:
     def _stats(self) -> LiveStats:
         engine, plan = self._engine, self._parts.plan
         cache = self._scheduler.kv.stats
-        away = self._sleeping and plan.device != "cpu"  # on the CPU the weights sleep where they are
+        away = self._sleeping and plan.device != "cpu"  # on the CPU sleeping weights stay where they are
         weights = self._weight_bytes
         reports = by_name(self._scheduler.connector.reports())
         tiers = [TierUse(
@@ -354,22 +354,22 @@ class EngineService:
 
 
 class GrammarWorker:
-    """A thread that compiles grammars, as one may take seconds; readable (`fileno`) when some are done."""
+    """A thread that compiles grammars, each of which may take seconds; `fileno` is readable when some are finished."""
 
     def __init__(self, tokenizer: Tokenizer | None, limits: GrammarLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._compiler: GrammarCompiler | None = None
-        self._pool = ThreadPoolExecutor(1, "spillover-grammar-worker")  # reading the vocabulary takes a while
+        self._pool = ThreadPoolExecutor(1, "spillover-grammar-worker")  # reading the vocabulary is slow
         self._done: queue.SimpleQueue[tuple[list[Sequence], str | None]] = queue.SimpleQueue()
         self._wakeup, self._button = sockets.socketpair()
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Submit the siblings of one request; each gets a grammar of its own."""
+        """Submit the sequences of one request; each gets a copy of the grammar."""
         self._pool.submit(self._begin, sequences)
 
     def finished(self) -> list[tuple[list[Sequence], str | None]]:
-        """Return the sequences that are ready, or that cannot be and why."""
+        """Return the sequences whose grammar is compiled, or failed to compile with the error."""
         found = []
         while not self._done.empty():
             found.append(self._done.get())
@@ -395,7 +395,7 @@ class GrammarWorker:
             wanted = sequences[0].request.params.structured_outputs
             assert wanted is not None
             self._compiler.begin(wanted).add_done_callback(lambda future: self._end(sequences, future))
-        except Exception as error:  # a grammar must never be the end of other people's requests
+        except Exception as error:  # a grammar must never fail other requests
             self._tell(sequences, str(error))
 
     def _end(self, sequences: list[Sequence], future: Future[Grammar]) -> None:

@@ -1,7 +1,7 @@
-"""What passes between the front and the engine process: msgpack messages, one struct each. No behaviour.
+"""The messages between the front and the engine process, in msgpack, one struct each. No behaviour.
 
-Times are seconds of the monotonic clock, which both processes share. A sequence is known by a number that the front
-gives out and never reuses, so that whatever clients call their requests, two of them cannot be mistaken.
+Times are seconds of the monotonic clock, which both processes share. A sequence is identified by a number that the
+front assigns and never reuses, so that two sequences cannot be confused whatever ids the clients use.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Method = Literal["stats", "reset_prefix_cache", "sleep", "wake_up", "start_profi
 
 
 class Launch(msgspec.Struct):
-    """The first line on the engine process's standard input; its end of file says that the front has gone."""
+    """The first line on the engine process's standard input; its end of file means that the front has gone."""
 
     endpoint: str
     config: EngineConfig
-    parent: int  # the front's process id
-    pulse: int  # file descriptor that the engine's heartbeat is written to
+    parent: int  # process id of the front
+    pulse: int  # file descriptor that the engine writes its heartbeat to
 
 
 # To the engine
 
 
 class WireRequest(msgspec.Struct, array_like=True):
-    """One sequence, checked by the front."""
+    """One sequence, already checked by the front."""
 
     id: int
     prompt: TokenIds
@@ -46,7 +46,7 @@ class WireRequest(msgspec.Struct, array_like=True):
     priority: int
     cache_salt: str | None
     arrived: float
-    parent: int | None  # id of the first of the siblings
+    parent: int | None  # id of the request's first sequence; None for that one itself
 
 
 class Add(msgspec.Struct, array_like=True, tag="add"):
@@ -56,22 +56,22 @@ class Add(msgspec.Struct, array_like=True, tag="add"):
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
-    """A message: end sequences now; nothing more is heard of them."""
+    """A message that aborts sequences; no more updates of them are sent."""
 
     ids: list[int]
     reason: str = "abort"
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
-    """A message answered by a Reply with the same id."""
+    """A message that is answered by a Reply with the same id."""
 
     id: int
     method: Method
-    argument: str = ""  # start_profile: the folder for the trace
+    argument: str = ""  # for start_profile: the folder for the trace
 
 
 class Stop(msgspec.Struct, array_like=True, tag="stop"):
-    """A message: leave the loop and exit."""
+    """A message to leave the loop and exit."""
 
 
 ToEngine = Add | Abort | Call | Stop
@@ -81,113 +81,113 @@ ToEngine = Add | Abort | Call | Stop
 
 
 class Progress(msgspec.Struct, array_like=True, tag="progress"):
-    """A sign of life while starting."""
+    """A sign of life during the start."""
 
     stage: str
-    done: int = 0  # bytes, or pieces
+    done: int = 0  # number of bytes or pieces
     total: int = 0
 
 
 class Planned(msgspec.Struct, array_like=True, tag="planned"):
-    """The split of memory, before anything is loaded."""
+    """The split of memory, sent before anything is loaded."""
 
     plan: Plan
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
     pid: int
-    config: EngineConfig  # as planned: nothing left to choose
+    config: EngineConfig  # the configuration as planned, with all choices made
     model_path: str
     model_config: ModelConfig
     plan: Plan
     load_seconds: float
-    identity: bytes = b""  # what KV depends on besides tokens: the root of block digests
+    identity: bytes = b""  # the root of block digests: what KV depends on besides tokens
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The last message of an engine that cannot start or go on."""
+    """The last message of an engine that cannot start or continue."""
 
     message: str
-    expected: bool  # True: a sentence for the person; False: a traceback for the log
+    expected: bool  # True: message is a sentence for the user; False: a traceback for the log
 
 
 class Update(msgspec.Struct, array_like=True, gc=False):
-    """What is new of one sequence since its last update."""
+    """The changes of one sequence since its last update."""
 
     id: int
     token_ids: list[int]
-    num_preemptions: int = 0  # so far
-    logprobs: list[dict[int, Logprob]] | None = None  # parallel to token_ids, where asked for
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # all of them, with the first token
-    sources: TokenSources | None = None  # with the first token and the last
-    # scheduled, first_token, finished, restore_started, restore_ended (0: not yet, or never); as sources
+    num_preemptions: int = 0  # number of preemptions so far
+    logprobs: list[dict[int, Logprob]] | None = None  # parallel to token_ids; None if not requested
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # of all prompt tokens, with the first token
+    sources: TokenSources | None = None  # sent with the first token and the last
+    # scheduled, first_token, finished, restore_started, restore_ended (0: not yet, or never); sent like sources
     times: tuple[float, float, float, float, float] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "error"
     stop_reason: int | str | None = None
-    drafts: DraftCounts | None = None  # with the last token
-    error: str | None = None  # why a request cannot be served; with finish_reason "error"
+    drafts: DraftCounts | None = None  # sent with the last token
+    error: str | None = None  # why the request cannot be served; with finish_reason "error"
 
 
 class TierUse(msgspec.Struct, array_like=True, frozen=True):
-    """One tier of memory, in bytes."""
+    """The use of one memory tier, in bytes."""
 
     name: str  # "device" | "host" | "pool" | "disk" | "remote"
     weight_bytes: int
-    kv_bytes: int  # all blocks; 0: none, or no limit
-    kv_used_bytes: int  # blocks that sequences hold
-    kv_cached_bytes: int  # blocks that only the prefix cache holds
+    kv_bytes: int  # bytes of all blocks; 0 if there are none or no limit is set
+    kv_used_bytes: int  # bytes of blocks that sequences hold
+    kv_cached_bytes: int  # bytes of blocks that only the prefix cache holds
 
 
 class LiveStats(msgspec.Struct, array_like=True, frozen=True):
-    """The engine as it stands; counters count from the start of the engine process."""
+    """The current state of the engine; counters count from the start of the engine process."""
 
     time: float = 0.0
     sleeping: bool = False
     num_running: int = 0
-    num_waiting: int = 0  # also those whose grammar is being compiled
-    # Blocks of the device tier; free + evictable + protected + in_flight == total.
+    num_waiting: int = 0  # includes sequences whose grammar is being compiled
+    # KV blocks of the device; free + evictable + protected + in_flight == total.
     blocks_total: int = 0
     blocks_free: int = 0
-    blocks_evictable: int = 0  # held by the prefix cache alone
-    blocks_protected: int = 0  # held by sequences
+    blocks_evictable: int = 0  # blocks held only by the prefix cache
+    blocks_protected: int = 0  # blocks held by sequences
     blocks_in_flight: int = 0
     block_size: int = 0
     # Counters.
     steps: int = 0
     preemptions: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix cache
-    prefix_hits: int = 0  # prompt tokens found, of those looked up
-    evictions: int = 0  # blocks
+    prefix_hits: int = 0  # prompt tokens found in the lookups
+    evictions: int = 0  # blocks evicted
     prompt_tokens: int = 0  # prompt tokens of sequences that have begun
     output_tokens: int = 0
-    sources: TokenSources = msgspec.field(default_factory=TokenSources)  # where the prompt tokens came from
-    slots_held: int = 0  # token slots in blocks of running sequences, summed over steps ...
-    slots_wasted: int = 0  # ... and of those the slots without a token
-    # Of weights that are not resident.
-    weight_bytes_moved: int = 0  # to the device
-    weight_disk_bytes: int = 0  # read from disk for it
-    expert_hits: int = 0  # experts that a step asked for: on the device,
-    expert_misses: int = 0  # brought there,
-    expert_hosted: int = 0  # or computed by the host
-    weight_bytes_back: int = 0  # of managed memory, sent back to the host
-    weight_faults: int = 0  # its pages that came by being touched, where they are counted
+    sources: TokenSources = msgspec.field(default_factory=TokenSources)  # where the prompt tokens' KV came from
+    slots_held: int = 0  # token slots in blocks of running sequences, summed over steps
+    slots_wasted: int = 0  # slots of slots_held that have no token
+    # Weights that are not resident.
+    weight_bytes_moved: int = 0  # bytes copied to the device
+    weight_disk_bytes: int = 0  # bytes read from disk for those copies
+    expert_hits: int = 0  # experts needed by steps that were on the device
+    expert_misses: int = 0  # experts needed by steps that were copied to the device
+    expert_hosted: int = 0  # experts needed by steps that the host computed
+    weight_bytes_back: int = 0  # bytes of managed memory moved back to the host
+    weight_faults: int = 0  # pages of managed memory moved by page faults, where these are counted
     # Speculation.
     drafts: DraftCounts = NO_DRAFTS
-    simulated_drafts: bool = False  # acceptance is made up
-    draft_seconds: float = 0.0  # that drafters took
-    draft_proposed: int = 0  # tokens that drafters offered, also those that were not verified
-    verify_seconds: float = 0.0  # of steps that verified drafts
+    simulated_drafts: bool = False  # True if acceptance is simulated
+    draft_seconds: float = 0.0  # seconds that drafters took
+    draft_proposed: int = 0  # draft tokens proposed, including those that were not verified
+    verify_seconds: float = 0.0  # seconds of steps that verified draft tokens
     # Grammars of structured output.
     grammars_compiled: int = 0
-    grammars_reused: int = 0  # requests whose grammar was there already
-    grammars_refused: dict[str, int] = {}  # by reason
+    grammars_reused: int = 0  # requests whose grammar was compiled already
+    grammars_refused: dict[str, int] = {}  # number of refused grammars by reason
     grammar_bytes: int = 0  # bytes of compiled grammars that are kept
     tiers: tuple[TierUse, ...] = ()
-    kv_tiers: tuple[TierReport, ...] = ()  # below the device, one a name
-    link: LinkReport = LinkReport()  # between the device and host memory
+    kv_tiers: tuple[TierReport, ...] = ()  # tiers below the device, one report per name
+    link: LinkReport = LinkReport()  # the link between the device and host memory
     host_pool: dict[str, int] = {}  # bytes of host memory by use
     ranks: RanksReport = ONE
-    prefill_token_seconds: float = 0.0  # lately measured; 0: not yet
+    prefill_token_seconds: float = 0.0  # recently measured prefill seconds per token; 0 if not measured yet
 
     @property
     def kv_usage(self) -> float:
@@ -196,7 +196,7 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
-    """All that one step brought; now and then with the engine's state."""
+    """The result of one step, at times with the engine's state."""
 
     updates: list[Update]
     stats: LiveStats | None = None
@@ -205,7 +205,7 @@ class Step(msgspec.Struct, array_like=True, tag="step"):
 class Reply(msgspec.Struct, array_like=True, tag="reply"):
     id: int
     value: Any = None
-    error: str | None = None  # a sentence for the person
+    error: str | None = None  # error message for the user
 
 
 FromEngine = Progress | Planned | Ready | Failed | Step | Reply

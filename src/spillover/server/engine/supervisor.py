@@ -1,4 +1,4 @@
-"""One engine process as the front holds it: spawned, spoken to over a socket, watched, and ended without a trace."""
+"""One engine process as the front handles it: spawned, connected by a socket, watched, stopped and cleaned up."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from spillover.server.engine.heartbeat import Heartbeat
 from spillover.server.engine.protocol import Failed, FromEngine, Launch, Stop
 from spillover.server.engine.wire import decode_from_engine, encode
 
-STOP_SECONDS = 15.0  # for an engine that was told to stop, which may still write KV to disk; then it is killed
-# Messages taken in before others get their turn on the event loop. A front that falls behind the engine then streams
-# the tokens of a few steps in one piece, which is how it catches up; readers do not wait for more than that.
+STOP_SECONDS = 15.0  # seconds for an engine to stop, as it may still write KV to disk; then it is killed
+# The number of messages handled before other callbacks run on the event loop. A front slower than the engine then sends
+# the tokens of a few steps in one chunk and so catches up; readers wait for no more than these messages.
 MESSAGES_AT_ONCE = 4
-LAST_WORDS_SECONDS = 0.5  # for what a failing engine said to arrive after it has gone
-MAX_FOLDER = 80  # a socket's path is at most 107 bytes long
+LAST_WORDS_SECONDS = 0.5  # seconds for a failing engine's last message to arrive after its exit
+MAX_FOLDER = 80  # maximum length of the folder's path, as a socket's path has at most 107 bytes
 
 
 class EngineProcess:
-    """A process, on the event loop that made it. `on_message` gets what the engine says, but for its last words."""
+    """A process, used on the event loop that created it. `on_message` is called with all its messages except Failed."""
 
     def __init__(self, config: EngineConfig, on_message: Callable[[FromEngine], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._failed: Failed | None = None
-        self._drains = False  # a call of _drain is on its way
-        # The exit code, or minus the signal's number. Many wait for it: shield it, or use asyncio.wait.
+        self._drains = False  # True while a call of _drain is scheduled
+        # The exit code, or minus the signal's number. Several tasks wait for it: shield it, or use asyncio.wait.
         self.exited: asyncio.Future[int] = self._loop.create_future()
-        # A folder that only this user may enter, for the time until the engine has connected.
+        # A folder that only this user can access; needed until the engine has connected.
         self._folder: Path | None = Path(tempfile.mkdtemp(prefix="spillover-", dir=_short_folder()))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -50,8 +50,8 @@ class EngineProcess:
         endpoint = f"ipc://{self._folder / 'engine'}"
         try:
             self._socket.bind(endpoint)
-            # The engine shares its cores with the front: OpenMP threads that spin for long between two regions would
-            # hold it up, and the front them.
+            # The engine shares its cores with the front: OpenMP threads that spin for long between two parallel regions
+            # would delay the front, and the front them.
             environment = {"GOMP_SPINCOUNT": "10000", **os.environ}
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "spillover.server.engine.engine_process"], stdin=subprocess.PIPE,
@@ -65,7 +65,7 @@ class EngineProcess:
         launch = msgspec.json.encode(Launch(endpoint, config, os.getpid(), self.heartbeat.theirs)) + b"\n"
         self.heartbeat.close_theirs()
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once; `exited` will tell
+        with contextlib.suppress(BrokenPipeError):  # the process died at once; `exited` will report it
             self._process.stdin.write(launch)
             self._process.stdin.flush()
         threading.Thread(target=self._wait, name="spillover-engine-exit", daemon=True).start()
@@ -75,17 +75,17 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: bytes) -> None:
-        """Send an encoded message; lost if the engine has gone, of which `exited` tells."""
+        """Send an encoded message; it is lost if the engine has exited, which `exited` reports."""
         if self._socket.closed:
             return
         with contextlib.suppress(zmq.Again):
             self._socket.send(message, zmq.NOBLOCK)
-        # Sending may swallow the sign that something has arrived: the descriptor is readable only at a change.
+        # Sending may consume the signal of an arrived message: the descriptor becomes readable only at a change.
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._drain_soon()
 
     async def last_words(self) -> Failed | None:
-        """Return why an engine that has exited says it failed, if it did; that may arrive a moment after the exit."""
+        """Return the error that an exited engine sent, if any; it may arrive a moment after the exit."""
         code = await asyncio.shield(self.exited)
         deadline = self._loop.time() + LAST_WORDS_SECONDS
         while code > 0 and self._failed is None and self._loop.time() < deadline:
@@ -97,7 +97,7 @@ class EngineProcess:
         self._process.kill()
 
     async def stop(self) -> None:
-        """Tell the process to stop, then kill it; afterwards nothing of it is left."""
+        """Request the process to stop, then kill it if it does not; afterwards no part of it remains."""
         if not self.exited.done():
             self.send(encode(Stop()))
             await asyncio.wait([self.exited], timeout=STOP_SECONDS)
@@ -107,7 +107,7 @@ class EngineProcess:
         self.close()
 
     def close(self) -> None:
-        """Let go of an engine that has exited (one that has not is killed)."""
+        """Free the resources of an engine that has exited; one that has not is killed."""
         if self._socket.closed:
             return
         if not self.exited.done():
@@ -125,7 +125,7 @@ class EngineProcess:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """Take in what has arrived."""
+        """Handle the messages that have arrived."""
         self._drains = False
         for _ in range(MESSAGES_AT_ONCE):
             if self._socket.closed:
@@ -134,7 +134,7 @@ class EngineProcess:
                 message = decode_from_engine(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            self._remove_folder()  # it is connected, and will not connect again
+            self._remove_folder()  # the engine is connected, and will not connect again
             if isinstance(message, Failed):
                 self._failed = message
             else:
@@ -143,7 +143,7 @@ class EngineProcess:
 
     def _wait(self) -> None:
         code = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has been closed, so no task waits any more
             self._loop.call_soon_threadsafe(self._note_exit, code)
 
     def _note_exit(self, code: int) -> None:
@@ -162,7 +162,7 @@ class EngineProcess:
 
 
 def describe_exit(code: int) -> str:
-    """Describe an exit: 'exited with code 1', 'was killed by SIGKILL (...)'."""
+    """Return how a process exited: 'exited with code 1', 'was killed by SIGKILL (...)'."""
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -1,4 +1,4 @@
-"""Requests and their growth, to and from the form in which they pass between the processes."""
+"""Conversion of requests and their updates to and from the messages between the processes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from spillover.engine.requests.token_ids import from_bytes, to_bytes
 from spillover.errors import RequestError
 from spillover.server.engine.protocol import Add, FromEngine, ToEngine, Update, WireRequest
 
-_SEED_MASK = 2**64 - 1  # all that the sampler reads of a seed
+_SEED_MASK = 2**64 - 1  # the sampler reads only these bits of a seed
 
-encode = msgspec.msgpack.Encoder(enc_hook=to_bytes).encode  # encodes messages of either direction
+encode = msgspec.msgpack.Encoder(enc_hook=to_bytes).encode  # encodes messages of both directions
 decode_to_engine = msgspec.msgpack.Decoder[ToEngine](ToEngine, dec_hook=from_bytes).decode
 decode_from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine).decode
 
 
 def encode_add(requests: Mapping[int, Request]) -> bytes:
-    """Encode a request's sequences by their ids, the parent first. RequestError: a value does not fit the wire.
+    """Encode a request's sequences by their ids, the parent first. Raise RequestError if a value cannot be encoded.
 
-    Decoded once here, so that whatever is sent is known to be read: a message that the engine cannot read would be
-    the end of everybody's requests.
+    The message is decoded once here, so that only decodable messages are sent: one that the engine cannot decode would
+    end the requests of all clients.
     """
     parent = next(iter(requests))
     try:
@@ -51,12 +51,12 @@ def _to_wire(id: int, request: Request, parent: int) -> WireRequest:
 
 
 def _without_seed(params: SamplingParams) -> SamplingParams:
-    """Drop a client's seed, which may be too large for the wire: the request's own has been made of it."""
+    """Remove a client's seed, which may be too large to encode; the request has its own seed derived from it."""
     return params if params.seed is None else dataclasses.replace(params, seed=None)
 
 
 class Sequence:
-    """A request in the engine process, and how much of it the front has been told."""
+    """A request in the engine process, and how much of it was sent to the front."""
 
     def __init__(self, wire: WireRequest, parent: Request | None) -> None:
         self.id = wire.id
@@ -71,10 +71,10 @@ class Sequence:
             parent=parent,
             arrived=wire.arrived,
         )
-        self._told = len(wire.prompt)  # tokens, the prompt's included
+        self._told = len(wire.prompt)  # tokens sent to the front so far, including the prompt's
 
     def update(self) -> Update:
-        """Return what is new since the last call."""
+        """Return the changes since the last call."""
         request = self.request
         new = request.token_ids[self._told:].tolist()
         first = self._told == request.num_prompt
@@ -95,7 +95,7 @@ class Sequence:
 
 
 def mirror(request: Request, update: Update) -> None:
-    """Bring the front's copy of a request up to what the engine told."""
+    """Apply an engine's update to the front's copy of a request."""
     request.token_ids.extend(update.token_ids)
     request.num_preemptions = update.num_preemptions
     if update.logprobs is not None:

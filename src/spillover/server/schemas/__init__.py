@@ -1,1 +1,1 @@
-"""Request and answer bodies."""
+"""Request and response bodies."""

@@ -1,4 +1,4 @@
-"""Models, tokenizing, and the server's own state."""
+"""Bodies of the routes for models, tokenizing, and the server's state."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ProfileResponse(AnswerModel):
 
 
 class EmbeddingsRequest(RequestModel):
-    """A request of which nothing is read: there are no embeddings here."""
+    """A request that is always refused, as there are no embeddings; its fields are ignored."""
 
     model_config = ConfigDict(extra="allow")
     model: Unused = None

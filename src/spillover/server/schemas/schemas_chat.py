@@ -1,4 +1,4 @@
-"""/v1/chat/completions: what it takes and gives."""
+"""Request and response bodies of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ChatMessage(RequestModel):
     name: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=256, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
-    # In what OpenAI's clients give back of an earlier answer.
+    # Fields that OpenAI's clients include when they send an earlier answer back.
     refusal: Unused = None
     audio: Unused = None
     annotations: Unused = None
@@ -100,7 +100,7 @@ class NamedToolChoice(RequestModel):
 
 
 class ConversationFields(RequestModel):
-    """A conversation and how to render it; also what /tokenize takes."""
+    """A conversation and how to render it; also the fields of /tokenize."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=256, fail_fast=True)] | None = None

@@ -1,4 +1,4 @@
-"""What several requests and answers share. Fields are OpenAI's and vLLM's; a field not named here is refused."""
+"""Fields shared by several requests and responses, with OpenAI's and vLLM's names; other fields are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Stop = (Annotated[str, Field(min_length=1, max_length=4096)]
         | Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=64)])
 LogitBias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
 Off = Annotated[bool, AfterValidator(_must_be_off), WithJsonSchema({"type": "boolean", "const": False})]
-# Forgotten at once: whatever was sent must not be held for as long as the answer takes.
+# Dropped at once, so that the sent value does not take memory until the answer is finished.
 Unused = Annotated[Any, AfterValidator(lambda value: None),
                    Field(description="Accepted, so that clients that send it work; not used.")]
 
@@ -42,7 +42,7 @@ Choices = Annotated[list[str], Field(max_length=4096, fail_fast=True)]
 
 
 class StructuredOutputsField(RequestModel):
-    """A constraint of the output: exactly one of these."""
+    """A constraint on the output: exactly one of these fields is set."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool | None = Field(None, description="Any JSON object.")
@@ -81,7 +81,7 @@ class StreamOptions(RequestModel):
 
 
 class UnusedFields(RequestModel):
-    """What OpenAI's clients may send and nothing here depends on."""
+    """Fields that OpenAI's clients may send and that have no effect."""
 
     user: Unused = None
     metadata: Unused = None
@@ -94,14 +94,14 @@ class UnusedFields(RequestModel):
 
 
 class KvTransferParams(RequestModel):
-    """How a prompt's KV gets here."""
+    """How the prompt's KV reaches this server."""
 
     do_remote_prefill: bool = Field(False, description="Another server stores the prompt's KV where this one finds it: "
                                                        "wait for what is missing, as long as computing it would take.")
 
 
 class SamplingFields(UnusedFields):
-    """How tokens are sampled; the same in completions and chat."""
+    """Fields that determine sampling; the same in completions and chat."""
 
     model: Text | None = Field(None, description="A served name, or 'default'; may be left out.")
     stream: bool | None = None
@@ -140,7 +140,7 @@ class SamplingFields(UnusedFields):
     guided_grammar: str | None = None
     use_beam_search: Off | None = None
     length_penalty: Unused = None
-    # SGLang's: its gateway and vllm-router write them into every request that they send on.
+    # SGLang's fields: its gateway and vllm-router add them to every request that they forward.
     no_stop_trim: Off | None = None
     return_hidden_states: Off | None = None
 
@@ -171,7 +171,7 @@ class Usage(AnswerModel):
 
 
 class Sources(AnswerModel):
-    """Where the prompt's tokens came from; the six add up to the prompt's length."""
+    """The sources of the prompt's tokens; the six counts add up to the prompt's length."""
 
     computed: int
     device: int
@@ -182,7 +182,7 @@ class Sources(AnswerModel):
 
 
 class Timings(AnswerModel):
-    """A request's seconds; queue, restore, prefill and decode add up to the whole."""
+    """The times of a request in seconds; queue, restore, prefill and decode add up to the whole."""
 
     queue: float
     restore: float

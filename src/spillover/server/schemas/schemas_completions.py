@@ -1,4 +1,4 @@
-"""/v1/completions: what it takes and gives."""
+"""Request and response bodies of /v1/completions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_PROMPTS = 1024
 
 
 def _form(prompt: Any) -> str | None:
-    """Return which of the four forms; decided by the first entry, so that a long list is checked once."""
+    """Return which of the four forms a prompt has, by its first entry, so that a long list is validated once."""
     if isinstance(prompt, str):
         return "Text"
     if isinstance(prompt, list):

@@ -1,4 +1,4 @@
-"""/v1/responses: what it takes and gives. Text, and calls of the client's functions."""
+"""Request and response bodies of /v1/responses: text, and calls of the client's functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class InputMessage(RequestModel):
 
 
 class FunctionCallItem(RequestModel):
-    """A call that an earlier response made."""
+    """A function call of an earlier response."""
 
     type: Literal["function_call"]
     call_id: Text
@@ -49,7 +49,7 @@ class FunctionCallItem(RequestModel):
 
 
 class FunctionCallOutput(RequestModel):
-    """What the client's function gave."""
+    """The output of the client's function."""
 
     type: Literal["function_call_output"]
     call_id: Text
@@ -127,7 +127,7 @@ class ResponsesRequest(UnusedFields):
     reasoning: Unused = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Unused = None
-    # Of vLLM's extra fields, those that change nothing about the answer's shape.
+    # vLLM's extra fields that do not change the format of the response.
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None

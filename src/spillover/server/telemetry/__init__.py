@@ -1,1 +1,1 @@
-"""Metrics, the page that shows them, and logs."""
+"""Metrics, the page that shows them, traces, and logs."""

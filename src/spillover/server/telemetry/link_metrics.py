@@ -1,5 +1,5 @@
-"""What copies and ranks have moved, as Prometheus reads it: the link between the device and host memory, who uses it,
-who waits and how busy it is; and how often ranks met."""
+"""Prometheus metrics of copies and ranks: the use of the link between the device and host memory by kind of copy,
+waiting copies and how busy it is; and the collective operations of ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from spillover.server.telemetry.tier_metrics import Families
 
 
 def link_families(model: str, link: LinkReport, host_pool: Mapping[str, int]) -> Iterator[Metric]:
-    """Yield the metrics of the link. `host_pool`: bytes of host memory by use."""
+    """Yield the metrics of the link. `host_pool` has the bytes of host memory by use."""
     copies, ways = Families(model, "link", ("direction", "priority")), Families(model, "link", ("direction",))
     for each in link.transfers:
         label = (each.direction, each.priority)
         copies.counter("copies", "Copies between the device and host memory.", label, each.copies)
         copies.counter("bytes", "Bytes of these copies.", label, each.bytes)
-        copies.counter("seconds", "Time of the link that they took; taken from its rate where copies run in the order "
+        copies.counter("seconds", "Time that they used the link; derived from its rate if copies run in the order "
                        "of a step.", label, each.seconds)
         copies.gauge("waiting", "Copies that wait for more urgent ones.", label, each.waiting)
         copies.gauge("running", "Copies that the host waits for.", label, each.running)
@@ -36,13 +36,13 @@ def link_families(model: str, link: LinkReport, host_pool: Mapping[str, int]) ->
 
 
 def rank_families(model: str, ranks: RanksReport) -> Iterator[Metric]:
-    """Yield what ranks have done together; nothing of one rank."""
+    """Yield the metrics of the ranks' communication; nothing if there is only one rank."""
     if ranks.size == 1:
         return
     group, each = Families(model, "ranks", ()), Families(model, "rank", ("rank",))
     group.gauge("size", "Ranks, each with a part of the model.", (), ranks.size)
-    group.counter("calls", "Times that ranks have met: for sums, logits and sampled tokens.", (), ranks.calls)
-    group.counter("bytes", "Bytes that rank 0 gave to the others.", (), ranks.bytes)
+    group.counter("calls", "Collective operations of ranks: for sums, logits and sampled tokens.", (), ranks.calls)
+    group.counter("bytes", "Bytes that rank 0 sent to the others.", (), ranks.bytes)
     group.counter("seconds", "Time in which rank 0 waited for the others.", (), ranks.seconds)
     for rank, rows in enumerate(ranks.expert_rows):
         each.counter("expert_rows", "Rows that went to the rank's experts, with expert parallel.", (str(rank),), rows)
@@ -51,7 +51,7 @@ def rank_families(model: str, ranks: RanksReport) -> Iterator[Metric]:
 
 
 def ranks_live(ranks: RanksReport) -> dict[str, Any] | None:
-    """Return the same for the page; None of one rank."""
+    """Return the same values for the page; None if there is only one rank."""
     if ranks.size == 1:
         return None
     return {"size": ranks.size, "calls": ranks.calls, "bytes": ranks.bytes, "seconds": ranks.seconds,

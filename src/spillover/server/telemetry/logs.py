@@ -1,4 +1,4 @@
-"""The server's log lines: text for people, or JSON for machines. Both carry the date, as ISO 8601."""
+"""The server's log lines: text for people, or JSON for machines. Both have the date in ISO 8601."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ LogFormat = Literal["text", "json"]
 
 
 def set_up_logging(kind: LogFormat) -> None:
-    """Log to stderr: this package from INFO on, others' from WARNING on."""
+    """Log to stderr: this package from INFO on, others from WARNING on."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Json() if kind == "json" else _Text("%(asctime)s %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("spillover").setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what it would tell is told by the server's own log
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its messages would repeat those of the server's own log
 
 
 class _Text(logging.Formatter):
@@ -25,7 +25,7 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """One object per line; `fields` of a record, where it has any, are fields of it."""
+    """One JSON object per line; the entries of a record's `fields`, if it has any, are added to it."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name,

@@ -1,7 +1,7 @@
-"""What Prometheus reads at /metrics: vLLM's metric names under `spillover:`, and where prompt tokens came from.
+"""Prometheus metrics for /metrics: vLLM's metric names under `spillover:`, and the sources of prompt tokens.
 
-A request is counted once, when it ends. Totals of the engine process begin at zero again when it is restarted; they are
-carried over here, so that no counter ever falls.
+A request is counted once, when it has finished. The totals of an engine process restart at zero with the process; they
+are added up here, so that no counter ever falls.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 SOURCES = ("computed", "device", "host", "pool", "disk", "remote")
 FINISH_REASONS = ("stop", "length", "abort", "error")
-_REFUSED = "grammars_refused_"  # and the reason: names of totals
+_REFUSED = "grammars_refused_"  # prefix of the totals' names, before the reason
 
-# vLLM's layouts, so that its dashboards and recording rules keep their meaning.
+# vLLM's bucket bounds, so that its dashboards and recording rules keep their meaning.
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
                        20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -47,17 +47,17 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Metrics:
-    """All that is counted about one server. `sample` is called about once a second, `observe` once a request."""
+    """All metrics of one server. `sample` is called about once per second, `observe` once per request."""
 
     def __init__(self, model_name: str, usage: Usage | None = None, vllm_names: bool = False) -> None:
         self.registry = CollectorRegistry()
-        self.ended = TokenCounts()  # tokens of requests that have ended
+        self.ended = TokenCounts()  # tokens of finished requests
         self.engine = EngineTotals()
         self._usage = usage
         self._model = model_name
         self._running: tuple[TokenCounts, LiveStats, EngineInfo | None] = TokenCounts(), LiveStats(), None
-        self._heartbeat = (0.0, 0)  # its age in seconds, and engines that hung
-        self._ready = (False, False)  # whether requests are taken; whether the server was told to stop
+        self._heartbeat = (0.0, 0)  # age of the heartbeat in seconds, and number of engines that hung
+        self._ready = (False, False)  # whether requests are accepted, and whether the server was told to stop
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(PREFIX + name, text, ["model_name"], registry=self.registry,
@@ -100,7 +100,7 @@ class Metrics:
         self._vllm = VllmNames(self.registry) if vllm_names else None
 
     def observe(self, answer: Answer, failed: bool = False) -> None:
-        """Count a request that has ended, one way or another. Latencies are of those that ended well."""
+        """Count a finished request, whatever its outcome. Latencies are only counted if it finished well."""
         self._n.observe(len(answer.requests))
         for request in answer.requests:
             self.ended.add(request)
@@ -120,7 +120,7 @@ class Metrics:
         self._refused[reason].inc()
 
     def sample(self, stats: LiveStats, info: EngineInfo | None) -> None:
-        """Carry the engine's totals over; between two samples the mean step stands for each of them."""
+        """Add the engine's totals; the steps between two samples all count with their mean number of tokens."""
         before = self.engine.values
         after = self.engine.update(stats, info.started if info is not None else 0.0)
         steps = after["steps"] - before["steps"]
@@ -129,7 +129,7 @@ class Metrics:
 
     def render(self, stats: LiveStats, info: EngineInfo | None, running: TokenCounts, heartbeat_age: float = 0.0,
                hangs: int = 0, ready: bool = False, draining: bool = False) -> bytes:
-        """Return the text that Prometheus scrapes. `running`: tokens so far of requests that have not ended."""
+        """Return the text that Prometheus scrapes. `running` has the tokens so far of unfinished requests."""
         self._ready = ready, draining
         self.sample(stats, info)
         self._heartbeat = heartbeat_age, hangs
@@ -153,7 +153,7 @@ class Metrics:
             self._token.observe(times.decode / gaps)
             self._gaps.add(times.decode / gaps, gaps)
 
-    # What is known only when it is asked for
+    # Metrics computed at each scrape
 
     def _collect(self) -> Iterator[Metric]:
         running, stats, info = self._running
@@ -181,7 +181,7 @@ class Metrics:
         yield from link_families(self._model, stats.link, stats.host_pool)
         yield from rank_families(self._model, stats.ranks)
         yield self._counter("num_preemptions", "Times a running request lost its blocks.", totals["preemptions"])
-        yield self._counter("kv_evictions", "Cached blocks given up for others.", totals["evictions"])
+        yield self._counter("kv_evictions", "Cached blocks that were evicted.", totals["evictions"])
         yield self._counter("engine_steps", "Steps of the engine.", totals["steps"])
         yield self._counter("engine_restarts", "Engines that died and were started again.",
                             info.restarts if info is not None else 0)
@@ -238,9 +238,9 @@ class Metrics:
             for name, text in EngineTotals.WEIGHTS.items():
                 yield self._counter(name, text, self.engine.values[name])
             if placement.predicted is not None:
-                yield self._gauge("predicted_decode_tokens_per_second", "What the plan says one request decodes at, at "
+                yield self._gauge("predicted_decode_tokens_per_second", "Decode speed of one request by the plan, at "
                                   "best and with uniform routing.", placement.predicted.decode_tokens_per_second)
-                yield self._gauge("predicted_prefill_tokens_per_second", "Likewise for a prompt of 512 tokens.",
+                yield self._gauge("predicted_prefill_tokens_per_second", "The same for prefill of 512 tokens.",
                                   placement.predicted.prefill_tokens_per_second)
         if info is not None:
             cache_dtype = info.plan.dtype if info.plan.kv_cache_dtype == "auto" else info.plan.kv_cache_dtype
@@ -264,7 +264,7 @@ class Metrics:
 
 @dataclass
 class TokenCounts:
-    """Tokens of some requests. The sources always add up to the prompt."""
+    """Token counts of some requests. The sources always add up to the prompt."""
 
     prompt: int = 0
     output: int = 0
@@ -272,7 +272,7 @@ class TokenCounts:
 
     def add(self, request: Request) -> None:
         self.output += len(request.token_ids) - request.num_prompt
-        if request.sources is not None:  # it was scheduled
+        if request.sources is not None:  # the request was scheduled
             self.prompt += request.num_prompt
             for source in SOURCES:
                 self.sources[source] += getattr(request.sources, source)
@@ -290,16 +290,16 @@ class TokenCounts:
 
 
 class EngineTotals:
-    """Totals that an engine process counts, added up over all the engines there have been."""
+    """The totals of an engine process, summed over all engine processes since the server's start."""
 
     WEIGHTS: ClassVar[dict[str, str]] = {
-        "weight_bytes_moved": "Bytes of weights brought to the device.",
+        "weight_bytes_moved": "Bytes of weights copied to the device.",
         "weight_disk_bytes": "Of these, bytes that were read from disk.",
-        "expert_hits": "Experts that steps asked for and that were on the device.",
-        "expert_misses": "Experts that had to be brought there.",
+        "expert_hits": "Experts needed by steps that were on the device.",
+        "expert_misses": "Experts that had to be copied to the device.",
         "expert_hosted": "Experts that the host computed instead.",
         "weight_bytes_back": "Bytes of weights in managed memory that were sent back to the host.",
-        "weight_faults": "Pages of managed memory that came by being touched, where they are counted.",
+        "weight_faults": "Pages of managed memory moved by page faults, where these are counted.",
     }
     NAMES = ("steps", "preemptions", "prefix_queries", "prefix_hits", "evictions", "step_tokens", *WEIGHTS,
              "grammars_compiled", "grammars_reused", *(_REFUSED + reason for reason in GRAMMAR_REASONS))
@@ -307,15 +307,15 @@ class EngineTotals:
 
     def __init__(self) -> None:
         self.values = dict.fromkeys(self.NAMES, 0)
-        self._seen = dict.fromkeys(self.NAMES, 0)  # totals of the engine that runs now
-        self._before = dict.fromkeys(self.NAMES, 0)  # totals of engines that have gone
-        self.tiers: tuple[TierReport, ...] = ()  # as they stand, with totals over all engines
+        self._seen = dict.fromkeys(self.NAMES, 0)  # totals of the current engine
+        self._before = dict.fromkeys(self.NAMES, 0)  # totals of earlier engines
+        self.tiers: tuple[TierReport, ...] = ()  # current reports, with totals over all engines
         self._tiers_seen: dict[tuple[str, str], float] = {}
         self._tiers_before: dict[tuple[str, str], float] = {}
         self._started = 0.0
 
     def update(self, stats: LiveStats, started: float) -> dict[str, int]:
-        """Take in the engine's stats. `started`: when this engine was ready; older stats are of the one before it."""
+        """Apply the engine's stats. `started`: when this engine became ready; older stats are of the previous one."""
         seen = {name: getattr(stats, name) for name in self.NAMES
                 if name != "step_tokens" and not name.startswith(_REFUSED) and name not in SPECULATION}
         seen |= speculation_totals(stats)
@@ -338,7 +338,7 @@ class EngineTotals:
 
 
 class WeightedHistogram:
-    """A histogram that takes many equal values at once."""
+    """A histogram that accepts many equal values at once."""
 
     def __init__(self, buckets: Sequence[float]) -> None:
         self._bounds = list(buckets)
@@ -366,6 +366,6 @@ class _Collected(Collector):
 
 
 def finish_reason(request: Request) -> str:
-    """Return one of FINISH_REASONS; a request that never ended by itself was left by its client."""
+    """Return one of FINISH_REASONS; "abort" for a request without one, which its client has abandoned."""
     reason = request.finish_reason or "abort"
     return reason if reason in FINISH_REASONS else "error"

@@ -1,6 +1,6 @@
 """The page at `/`, its files, the numbers it polls at `/live`, and Prometheus' `/metrics`.
 
-Every file of the page lies in this package: nothing is fetched from elsewhere, and the browser is told to refuse it.
+All files of the page are in this package: nothing is fetched from elsewhere, and the page's headers forbid it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def add_page(app: FastAPI) -> None:
 
 
 def add_metrics(app: FastAPI) -> None:
-    """Add `/metrics`, and around all that was added before it the count of HTTP requests and of what keys use.
+    """Add `/metrics`, and middleware around all layers added before that counts HTTP requests and the usage of keys.
 
     Needs app.state.recorder and app.state.front.
     """
@@ -79,7 +79,7 @@ def add_metrics(app: FastAPI) -> None:
 
 
 class CountRequests:
-    """Middleware that counts by route as it was declared, so that no path a client makes up becomes a label."""
+    """Middleware that counts by declared route, so that no path made up by a client becomes a label."""
 
     def __init__(self, app: ASGIApp, state: State) -> None:
         self._app = app

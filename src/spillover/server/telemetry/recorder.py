@@ -1,4 +1,4 @@
-"""What the page at `/` shows: the latest requests with their phases, tokens a second, and the engine's state now.
+"""The data of the page at `/`: the latest requests with their phases, tokens per second, and the engine's state.
 
 No text of a prompt or an answer is kept here.
 """
@@ -31,14 +31,14 @@ KEPT_REQUESTS = 200
 SHOWN_REQUESTS = 40
 HISTORY_SECONDS = 120
 SAMPLE_SECONDS = 1.0
-CLIENT_LEFT = 499  # counted for a request that ended before it had an answer
+CLIENT_LEFT = 499  # status counted for a request whose client disconnected before the response
 UNAVAILABLE = 503
 TIERS = ("device", "host", "pool", "disk", "remote")
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """One request as the timeline draws it. Times in monotonic seconds, 0 where it has not come to that."""
+    """One request as drawn in the timeline. Times are monotonic seconds, 0 for those not reached."""
 
     id: str
     kind: str  # "chat" | "completion" | ...
@@ -47,7 +47,7 @@ class Phases:
     scheduled: float
     first_token: float
     finished: float
-    restore: float  # seconds
+    restore: float  # seconds of restoring KV
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int | None  # None until it is scheduled
@@ -72,8 +72,8 @@ class Phases:
         )
 
     def row(self, now: float, waits: bool = True) -> dict[str, Any]:
-        """Return `age` and the lengths of its phases, in seconds; a phase that has not begun has none. The time at
-        which a request left the queue is known with its first token: before, `waits` says if it is still there."""
+        """Return the age and the phase lengths in seconds; a phase that has not begun has length 0. The time at which a
+        request left the queue is only known with its first token: until then, `waits` says whether it still waits."""
         end = self.finished or now
         scheduled = min(self.scheduled or (end if waits or self.finished else self.arrived), end)
         first = min(self.first_token or end, end)
@@ -94,7 +94,7 @@ class Phases:
 
 
 class Recorder:
-    """A record of requests, told of every start and end; looks at the engine once a second while there are any."""
+    """A record of the start and end of requests; samples the engine once per second while any are running."""
 
     def __init__(self, client: AsyncLLM, model_name: str, key_names: Iterable[str] = (),
                  vllm_names: bool = False) -> None:
@@ -103,14 +103,14 @@ class Recorder:
         self.usage = Usage(key_names)
         self.metrics = Metrics(model_name, self.usage, vllm_names)
         self._started = time.monotonic()
-        self._running: dict[int, tuple[Answer, str]] = {}  # by the answer's id()
+        self._running: dict[int, tuple[Answer, str]] = {}  # keyed by the answer's id()
         self._latest: deque[Phases] = deque(maxlen=KEPT_REQUESTS)
         self._rate = RateHistory(HISTORY_SECONDS, self._started)
         self._prefill_rate = RateHistory(HISTORY_SECONDS, self._started)
         self._refused = self._failed = 0
         self._sampling: asyncio.Task[None] | None = None
 
-    # What the routes call
+    # Called by the routes
 
     def started(self, answer: Answer, kind: str) -> None:
         self._running[id(answer)] = answer, kind
@@ -119,12 +119,12 @@ class Recorder:
             self._sampling = asyncio.get_running_loop().create_task(self._keep_sampling())
 
     def finished(self, answer: Answer, status: str | int) -> None:
-        """Note an answer's end. `status`: "ok", "aborted", "error", or an HTTP status. A second call does nothing."""
+        """Record an answer's end. `status`: "ok", "aborted", "error", or an HTTP status. A second call does nothing."""
         _, kind = self._running.pop(id(answer), (None, None))
         if kind is not None:
             word = _word(answer, status)
             self._latest.append(Phases.of(answer, kind, word))
-            self._failed += status == "error"  # a stream that began well; others are counted by their HTTP status
+            self._failed += status == "error"  # a stream failed after its start; other failures have an HTTP status
             self.metrics.observe(answer, failed=word == "error")
 
     def count_http(self, route: str, status: int) -> None:
@@ -136,7 +136,7 @@ class Recorder:
     def count_refusal(self, reason: str) -> None:
         self.metrics.count_refusal(reason)
 
-    # What is read
+    # What the page and Prometheus read
 
     def scrape(self, draining: bool = False) -> bytes:
         """Return the text of /metrics. `draining`: the server was told to stop."""
@@ -144,7 +144,7 @@ class Recorder:
                                    self._client.heartbeat_age, self._client.hangs, self._client.ready, draining)
 
     def live(self) -> dict[str, Any]:
-        """Return all that the page shows."""
+        """Return all values that the page shows."""
         now = time.monotonic()
         tokens = self._sample()
         stats, info, totals = self._client.latest(), self._info(), self.metrics.engine.values
@@ -153,7 +153,7 @@ class Recorder:
         shown.sort(key=lambda phases: phases.arrived, reverse=True)
         up = self._client.ready
         waiting = stats.num_waiting if up else 0
-        # Those that came last wait.
+        # The requests that arrived last are those that wait.
         unscheduled = [phases.id for phases in shown if phases.status == "running" and not phases.scheduled]
         queued = set(unscheduled[:waiting])
         return {
@@ -183,7 +183,7 @@ class Recorder:
         }
 
     def _tier(self, name: str) -> dict[str, Any]:
-        """Return a tier's bytes; one without room for KV blocks has a total of 0, one that moves no KV no traffic."""
+        """Return a tier's bytes; `total` is 0 if it has no KV blocks, `traffic` is absent if it moves no KV."""
         use = next((tier for tier in self._client.latest().tiers if tier.name == name), None)
         if use is None:
             return {"name": name, "total": 0, "used": 0, "kept": 0, "weights": 0}
@@ -192,7 +192,7 @@ class Recorder:
         report = next((report for report in self.metrics.engine.tiers if report.name == name), None)
         return shown if report is None else {**shown, "traffic": _traffic(report)}
 
-    # Once a second
+    # Sampling, once per second
 
     async def _keep_sampling(self) -> None:
         while self._running:
@@ -210,20 +210,20 @@ class Recorder:
         return (request for answer, _ in self._running.values() for request in answer.requests)
 
     def _info(self) -> EngineInfo | None:
-        return getattr(self._client, "info", None)  # there is none before the engine's first start
+        return getattr(self._client, "info", None)  # not set before the engine's first start
 
 
 class RateHistory:
-    """Events a second over the last while, from a total that is looked at now and then."""
+    """Events per second over the last `length` seconds, from samples of a total."""
 
     def __init__(self, length: int, now: float) -> None:
-        self._buckets: deque[float] = deque([0.0] * length, maxlen=length)  # the last is the second that runs now
+        self._buckets: deque[float] = deque([0.0] * length, maxlen=length)  # the last bucket is the current second
         self._second = int(now)
         self._time = now
         self._total = 0
 
     def update(self, total: int, now: float) -> None:
-        """Spread what came since the last look evenly over the time since then."""
+        """Spread the events since the last update evenly over the time since then."""
         rate = (total - self._total) / (now - self._time) if now > self._time else 0.0
         self._second = max(self._second, int(now) - len(self._buckets))
         at = max(self._time, float(self._second))
@@ -236,7 +236,7 @@ class RateHistory:
         self._time, self._total = now, total
 
     def seconds(self) -> list[float]:
-        """Return the seconds, oldest first; the last one is not over yet."""
+        """Return the rates of the seconds, oldest first; the last second is not over yet."""
         return [round(value, 2) for value in self._buckets]
 
 
@@ -257,7 +257,7 @@ def _facts(info: EngineInfo | None) -> dict[str, Any]:
 
 
 def _traffic(report: TierReport) -> dict[str, Any]:
-    """Return the bytes and rates towards the tier and from it; a rate that is not known is None."""
+    """Return bytes and rates to and from the tier; an unknown rate is None."""
     return {
         "in": {"bytes": report.bytes_in, "rate": report.rate_in, "link": report.link_in},
         "out": {"bytes": report.bytes_out, "rate": report.rate_out, "link": report.link_out},
@@ -269,7 +269,7 @@ def _traffic(report: TierReport) -> dict[str, Any]:
 
 
 def _latency(latest: Iterable[Phases]) -> dict[str, Any]:
-    """Return the median and 99th percentile over the requests kept that ended well."""
+    """Return median and 99th percentile of the kept requests that finished well."""
     done = [phases for phases in latest if phases.status == "ok" and phases.first_token]
     ttft = [phases.first_token - phases.arrived for phases in done]
     tpot = [(phases.finished - phases.first_token) / (phases.output_tokens - 1)
@@ -278,7 +278,7 @@ def _latency(latest: Iterable[Phases]) -> dict[str, Any]:
 
 
 def _spread(values: list[float]) -> dict[str, float] | None:
-    """Return median and 99th percentile, the nearest rank: a value that was really seen."""
+    """Return the median, and the 99th percentile as the nearest rank, which is one of the values."""
     if not values:
         return None
     ranked = sorted(values)

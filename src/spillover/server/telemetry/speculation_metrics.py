@@ -1,6 +1,6 @@
-"""Speculation as Prometheus and the page read it: vLLM's counters, what was wasted, and the time that it took.
+"""Speculation metrics for Prometheus and the page: vLLM's counters, wasted tokens, and the time taken.
 
-What is simulated says so: in a label of every metric, and beside every number of the page.
+Simulated values are marked as such: in a label of every metric, and next to every number of the page.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from spillover.engine.speculation.config import MOST_TOKENS, SpeculativeConfig
 from spillover.server.engine.protocol import LiveStats
 from spillover.server.telemetry.tier_metrics import PREFIX
 
-_ACCEPTED = "draft_tokens_accepted_at_"  # and the position
+_ACCEPTED = "draft_tokens_accepted_at_"  # prefix of the totals' names, before the position
 SPECULATION = ("drafts", "draft_tokens", "draft_tokens_accepted", "draft_tokens_proposed", "draft_milliseconds",
                "verify_milliseconds", *(_ACCEPTED + str(position) for position in range(MOST_TOKENS)))  # totals
-_COUNTERS = (  # name, total, text
+_COUNTERS = (  # name of the metric, name of its total, help text
     ("num_drafts", "drafts", "Passes that verified a draft."),
     ("num_draft_tokens", "draft_tokens", "Tokens that were drafted and verified."),
     ("num_accepted_tokens", "draft_tokens_accepted", "Drafted tokens that the model sampled as well."),
@@ -29,7 +29,7 @@ _COUNTERS = (  # name, total, text
 
 
 def speculation_totals(stats: LiveStats) -> dict[str, int]:
-    """Return the totals of an engine, by the names of SPECULATION."""
+    """Return an engine's totals, by the names of SPECULATION."""
     counts = stats.drafts
     accepted = counts.by_position + (0,) * (MOST_TOKENS - len(counts.by_position))
     return {"drafts": counts.drafts, "draft_tokens": counts.tokens, "draft_tokens_accepted": counts.accepted,
@@ -39,7 +39,7 @@ def speculation_totals(stats: LiveStats) -> dict[str, int]:
 
 
 def speculation_families(model: str, config: SpeculativeConfig, totals: Mapping[str, int]) -> Iterator[Metric]:
-    """Yield vLLM's counters under our prefix, and ours."""
+    """Yield vLLM's counters under our prefix, and our own metrics."""
     counts, labels = _counts(config, totals), [model, str(bool(config.simulated)).lower()]
     names = ["model_name", "simulated"]
     for name, total, text in _COUNTERS:
@@ -62,7 +62,7 @@ def speculation_families(model: str, config: SpeculativeConfig, totals: Mapping[
 
 
 def speculation_live(config: SpeculativeConfig | None, totals: Mapping[str, int]) -> dict[str, Any] | None:
-    """Return what the page shows; None where nothing is drafted at all."""
+    """Return the values for the page; None if there is no speculation."""
     if config is None:
         return None
     counts = _counts(config, totals)

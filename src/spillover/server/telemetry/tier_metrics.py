@@ -1,6 +1,6 @@
-"""The KV tiers below the device, as Prometheus reads them: what they hold, what moved, how fast, and what it was for.
+"""Prometheus metrics of the KV tiers below the device: their blocks, the bytes moved, the rates, and the hits.
 
-`in` is towards the tier (spilled), `out` is from it (restored). A rate is of the time that bytes were moving.
+`in` is to the tier (spilled), `out` is from it (restored). Rates cover only the time in which bytes were moving.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from spillover.memory.spill.report import TierReport
 
 PREFIX = "spillover:"
-# vLLM's names for the two ways between the device and host memory.
+# vLLM's names for the two directions between the device and host memory.
 TRANSFER_TYPES = {"in": "GPU_to_CPU", "out": "CPU_to_GPU"}
 
 
 def tier_families(model: str, tiers: Sequence[TierReport], slot_bytes: int, queries: int, found: int
                   ) -> Iterator[Metric]:
-    """Yield the metrics of tiers. `slot_bytes`: of a block below the device, 0 if not known; `queries`: prompt tokens
-    that were looked up; `found`: of these, on the device."""
+    """Yield the metrics of tiers. `slot_bytes`: size of a block below the device, 0 if unknown; `queries`: prompt
+    tokens that were looked up; `found`: those of them found on the device."""
     yield from _external(model, tiers, queries, found)
     moved = Families(model, "kv_transfer", ("tier", "direction"))
     held = Families(model, "kv_tier", ("tier",))
@@ -48,7 +48,7 @@ def tier_families(model: str, tiers: Sequence[TierReport], slot_bytes: int, quer
 
 
 def _external(model: str, tiers: Sequence[TierReport], queries: int, found: int) -> Iterator[Metric]:
-    """Yield metrics named as in vLLM, where whatever is not on the device is external."""
+    """Yield metrics with vLLM's names, in which everything below the device is external."""
     labels = ["model_name"]
     asked = CounterMetricFamily(PREFIX + "external_prefix_cache_queries", "Tokens looked up in the tiers below the "
                                 "device.", labels=labels)
@@ -70,7 +70,7 @@ def _external(model: str, tiers: Sequence[TierReport], queries: int, found: int)
 
 
 class Families:
-    """Metrics that share a beginning of their names and their labels."""
+    """Metrics that share a name prefix and labels."""
 
     def __init__(self, model: str, begin: str, labels: tuple[str, ...]) -> None:
         self._model, self._begin, self._labels = model, begin, labels
@@ -80,7 +80,7 @@ class Families:
         self._add(CounterMetricFamily, name, text, label, value)
 
     def gauge(self, name: str, text: str, label: tuple[str, ...], value: float | None) -> None:
-        """Add a gauge; None is not known, which is no value rather than 0."""
+        """Add a gauge; None means unknown and exports no value rather than 0."""
         if value is not None:
             self._add(GaugeMetricFamily, name, text, label, value)
 

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces (`--otlp-traces-endpoint`): where the time of each request went, phase by phase.
+"""OpenTelemetry traces (`--otlp-traces-endpoint`): the time of each request by phase.
 
-All spans of a request are made once it is over, from times that are noted anyway. A thread of its own sends them; when
-the collector is away they are dropped and counted, and no request ever waits. Without the flag nothing here is loaded.
+A request's spans are created once it has finished, from times that are recorded anyway. A separate thread sends them;
+if the collector is unreachable they are dropped and counted; no request waits. Without the flag none of it is loaded.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ log = logging.getLogger("spillover.server")
 
 ROOT = "llm_request"  # vLLM's name for the span of a request
 LOWER_TIERS = ("host", "pool", "disk", "remote")
-MAX_SEQUENCES = 16  # of one HTTP request that have spans of their own
+MAX_SEQUENCES = 16  # maximum number of sequences of one HTTP request that get their own spans
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
 
 
 def traces_endpoint(url: str) -> str:
-    """Return the URL that spans are posted to; SpilloverError if it is none, or if OpenTelemetry is not installed."""
+    """Return the URL to post spans to; raise SpilloverError if it is invalid or OpenTelemetry is not installed."""
     try:
         parts = urlsplit(url)
         wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
@@ -71,11 +71,11 @@ class Phase:
 
 
 def phases(request: Request, block_size: int, slot_bytes: int) -> Iterator[Phase]:
-    """Yield queue, restore, prefill and decode of a sequence, one after the other, as far as it came.
+    """Yield queue, restore, prefill and decode of a sequence, in this order, as far as it came.
 
-    `slot_bytes`: of a block below the device. What is computed while KV is on its way counts as restore.
+    `slot_bytes` is the size of a block below the device. Computation while KV is being loaded counts as restore.
     """
-    if not request.scheduled:  # told with the first token
+    if not request.scheduled:  # set with the first token
         return
     times, first = request.timings, request.first_token or request.finished
     yield Phase("queue", request.arrived, request.scheduled)
@@ -103,7 +103,7 @@ def phases(request: Request, block_size: int, slot_bytes: int) -> Iterator[Phase
 
 
 class Traces:
-    """The spans of a server's requests, on their way to a collector."""
+    """The spans of a server's requests, and the connection to their collector."""
 
     def __init__(self, endpoint: str, client: AsyncLLM, model_name: str, registry: CollectorRegistry) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -137,11 +137,11 @@ class Traces:
         return span
 
     def end(self, span: Span, scope: Scope, status: int) -> None:
-        """Give the request's span its numbers and its phases, and end it; they are sent later, by another thread."""
+        """Set the attributes and phases of the request's span and end it; another thread sends them later."""
         from opentelemetry.trace import Status, StatusCode
 
         span.set_attribute("http.response.status_code", status)
-        if status >= 499:  # the server's fault, or nobody stayed for the answer
+        if status >= 499:  # a server error, or the client did not wait for the response
             span.set_status(Status(StatusCode.ERROR))
         requests = [request for job in scope.get("spillover.jobs") or () for request in job.requests]
         if span.is_recording() and requests:
@@ -154,7 +154,7 @@ class Traces:
         span.end()
 
     def close(self, seconds: float) -> None:
-        """Send what is left, and wait no longer than this for it."""
+        """Send the remaining spans, waiting at most `seconds`."""
         last = threading.Thread(target=self._provider.shutdown, name="spillover-traces", daemon=True)
         last.start()
         last.join(seconds)
@@ -170,7 +170,7 @@ class Traces:
 
 
 class TraceRequests:
-    """Middleware that gives each request to /v1 a span, and answers with its traceparent."""
+    """Middleware that creates a span for each request to /v1, and adds its traceparent to the response."""
 
     def __init__(self, app: ASGIApp, traces: Traces) -> None:
         self._app = app
@@ -189,12 +189,12 @@ class TraceRequests:
         finally:
             try:
                 self._traces.end(span, scope, sent.status)
-            except Exception:  # a trace is never worth an answer
+            except Exception:  # a failed trace must not fail the response
                 log.exception("A request could not be traced")
 
 
 class _Exporter:
-    """An exporter that says once that the collector has gone, and once that it is back, instead of every time."""
+    """An exporter that logs only when the collector becomes unreachable and when it is back, not every attempt."""
 
     def __init__(self, endpoint: str, sent: Counter) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -204,7 +204,7 @@ class _Exporter:
         self._away = False
         for result in ("sent", "lost"):
             sent.labels(result)
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # would tell every failed attempt
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log every failed attempt
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result: SpanExportResult = self._exporter.export(spans)
@@ -222,7 +222,7 @@ class _Exporter:
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return True  # nothing is held back here
+        return True  # nothing is buffered here
 
 
 def _moved(tokens: int, nbytes: int, seconds: float) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def _moved(tokens: int, nbytes: int, seconds: float) -> dict[str, Any]:
 
 
 def _described(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the attributes of a request's span, under vLLM's names and those of OpenTelemetry's conventions."""
+    """Return the attributes of a request's span, with vLLM's names and those of OpenTelemetry's conventions."""
     first, params = requests[0], requests[0].params
     prompt = sum(request.num_prompt for request in requests if request.parent is None)
     output = sum(len(request.token_ids) - request.num_prompt for request in requests)

@@ -1,4 +1,4 @@
-"""What each API key has used since the server's start, by the key's name: for /metrics, and for /usage."""
+"""The usage of each API key since the server's start, by the key's name: for /metrics and /usage."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from spillover.server.telemetry.tier_metrics import PREFIX
 
 @dataclass
 class KeyUsage:
-    """Totals of one key. A request counts once it was handed to the engine, whatever became of it."""
+    """The totals of one key. A request counts once it was sent to the engine, whatever its outcome."""
 
     requests: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt tokens
+    cached_tokens: int = 0  # those of the prompt tokens that came from a cache
     generation_tokens: int = 0
 
 
@@ -28,22 +28,22 @@ class Usage:
         self._by_key = {name: KeyUsage() for name in names}
 
     def add(self, key: str, prompts: Iterable[list[Request]]) -> None:
-        """Count an HTTP request that is over: of each of its prompts, the sequences."""
+        """Count a finished HTTP request; `prompts` has the sequences of each of its prompts."""
         used = self._by_key.setdefault(key, KeyUsage())
         used.requests += 1
         for requests in prompts:
             first = requests[0]
-            if first.sources is not None:  # it was scheduled; n sequences share one prompt
+            if first.sources is not None:  # the request was scheduled; n sequences share one prompt
                 used.prompt_tokens += first.num_prompt
                 used.cached_tokens += first.sources.cached
             used.generation_tokens += sum(len(request.token_ids) - request.num_prompt for request in requests)
 
     def report(self, key: str | None = None) -> dict[str, dict[str, int]]:
-        """Return the totals by name; with `key`, of that one alone."""
+        """Return the totals by name; with `key`, only those of that key."""
         return {name: asdict(used) for name, used in self._by_key.items() if key in (None, name)}
 
     def families(self) -> Iterator[Metric]:
-        """Yield the totals as Prometheus reads them."""
+        """Yield the totals as Prometheus metrics."""
         requests = CounterMetricFamily(PREFIX + "key_requests", "Requests by the name of their API key.",
                                        labels=["key"])
         prompt = CounterMetricFamily(PREFIX + "key_prompt_tokens", "Prompt tokens by the name of the API key, computed "

@@ -1,7 +1,7 @@
-"""vLLM's metrics under vLLM's own names and labels (`--metrics-prefix vllm`), for gateways that know no others.
+"""vLLM's metrics with vLLM's names and labels (`--metrics-prefix vllm`), for gateways that only support those.
 
-Made of the metrics under `spillover:`, which stay beside them. `vllm:kv_cache_usage_perc` is of the device alone, as
-a gateway takes it for the room that is left for requests.
+They are derived from the metrics under `spillover:`, which are exported too. `vllm:kv_cache_usage_perc` covers only the
+device, as gateways derive from it how many more requests fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client.samples import Sample
 from spillover.server.telemetry.tier_metrics import PREFIX
 
 VLLM_PREFIX = "vllm:"
-# Families that vLLM has too, with the labels that they have there besides `model_name` and `engine`.
+# Families that vLLM has too, with their labels there besides `model_name` and `engine`.
 VLLM_FAMILIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
@@ -35,7 +35,7 @@ _ENGINE = {"engine": "0"}
 
 
 class VllmNames(Collector):
-    """A collector that gives another one's families as vLLM would."""
+    """A collector that exports another collector's families with vLLM's names."""
 
     def __init__(self, ours: Collector) -> None:
         self._ours = ours

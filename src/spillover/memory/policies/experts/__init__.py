@@ -1,4 +1,4 @@
-"""Which experts are kept on the device: one class each. A policy sees ids and steps, never weights."""
+"""Policies that choose which experts stay on the device, one class each. A policy sees ids and steps, never weights."""
 
 from spillover.memory.policies.experts.belady import Belady
 from spillover.memory.policies.experts.lfru import LFRU

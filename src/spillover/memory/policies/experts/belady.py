@@ -1,4 +1,4 @@
-"""The ceiling: evicts what is needed latest, which takes knowing the future. For replays of a recorded log."""
+"""The optimal policy, an upper bound: evicts the expert whose next use is latest. Only for replays of recorded logs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Sequence
 
-Trace = Sequence[Sequence[Sequence[int]]]  # step, layer -> distinct experts
+Trace = Sequence[Sequence[Sequence[int]]]  # the distinct experts of each step and layer
 
 
 class Belady:

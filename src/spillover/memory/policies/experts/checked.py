@@ -1,5 +1,5 @@
-"""A user's policy of experts, with every answer checked: what is wrong with it is told by its flag, class and method,
-not by whatever stumbles over it later."""
+"""A wrapper that checks every result of a user's expert policy: errors name its flag, class and method, instead of
+surfacing later elsewhere."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def checked(policy: ExpertPolicy, name: str) -> ExpertPolicy:
-    """Wrap a policy so that its failures name it. `name`: the policy's, as --policy has it."""
-    # Who has on_guess is guessed for, so only a policy that has it may seem to.
+    """Wrap a policy so that errors name it. `name`: the policy as given to --policy."""
+    # The engine computes guesses for every policy with on_guess, so the wrapper has it only if the policy does.
     return CheckedGuessing(policy, name) if isinstance(policy, GuessingPolicy) else Checked(policy, name)
 
 
@@ -36,7 +36,7 @@ class Checked:
         self._call("on_phase", phase)
 
     def on_route(self, step: int, layer: int, experts: Sequence[int]) -> None:
-        self._call("on_route", step, layer, list(experts))  # a copy, which it may keep or change
+        self._call("on_route", step, layer, list(experts))  # a copy, which the policy may keep or change
 
     def worth(self, layer: int) -> Sequence[float]:
         found = self._call("worth", layer)
@@ -60,7 +60,7 @@ class Checked:
 
     def _refusal(self, method: str, layer: int, wanted: str, found: object) -> SpilloverError:
         text = " ".join(reprlib.repr(found).split())
-        if isinstance(found, Sequence):  # shortened, so that its length cannot be seen
+        if isinstance(found, Sequence):  # reprlib shortens it, so that its length is not visible
             text += f", of length {len(found)}"
         return SpilloverError(f"--policy {self._name}: its method {method} is to return {wanted}; for layer {layer} it "
                               f"returned {text}")
@@ -72,8 +72,8 @@ class CheckedGuessing(Checked):
 
 
 def _numbers(found: Any, number: Callable[[Any], T]) -> list[T] | None:
-    """Return numbers as a list, whatever they came in (a tuple, an array); None where they are no such numbers."""
-    if isinstance(found, (str, bytes, Mapping, Set)):  # they would do as lists, of something else
+    """Convert any iterable of numbers (a tuple, an array) to a list; None if it is not one."""
+    if isinstance(found, (str, bytes, Mapping, Set)):  # iterating over these would not give the intended numbers
         return None
     try:
         return [number(value) for value in found]

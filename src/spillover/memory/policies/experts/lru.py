@@ -1,4 +1,4 @@
-"""Least recently used, within each layer's quota."""
+"""LRU within each layer's quota of expert slots."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class LRUQuota:
-    """All are worth the same, so that the one unused for longest goes first.
+    """A policy that gives all experts the same worth, so that the least recently used one is evicted first.
 
-    A quota a layer is what makes it work: over all layers together, a token that passes through every layer would have
-    driven out each expert before the next token comes back to it.
+    It depends on one quota per layer: with one LRU order over all layers, a token, which passes through every layer,
+    would evict each expert before the next token uses it.
     """
 
     def on_load(self, layers: int, experts: int, quota: int) -> None:

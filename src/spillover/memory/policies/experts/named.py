@@ -1,4 +1,4 @@
-"""Policies of experts by the name that --policy has for them."""
+"""Expert policies by their name in --policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ METHODS = ("on_load", "on_phase", "on_route", "worth", "prefetch")
 
 
 def expert_policy(name: str) -> ExpertPolicy:
-    """Return one of NAMES, or module:Class of one's own."""
+    """Create the policy that --policy names: one of NAMES, or a user's module:Class."""
     if name in NAMES:
         return NAMES[name]()
     if ":" not in name:

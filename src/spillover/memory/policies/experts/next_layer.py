@@ -1,4 +1,4 @@
-"""What the next layer will ask for, guessed from this layer's hidden state."""
+"""Prefetching the next layer's experts, guessed from this layer's hidden state."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from spillover.memory.policies.experts.lru import LRUQuota
 
 
 class NextLayer(LRUQuota):
-    """A policy that evicts as LRU does. Whoever computes applies the next layer's router to the state that this layer's
-    saw and tells `on_guess`: the residual stream changes little from layer to layer, so most of the guess is right."""
+    """LRU with prefetch of guessed experts. The runner applies the next layer's router to this layer's router input
+    and calls `on_guess`: the residual stream changes little from layer to layer, so most of the guess is right."""
 
     def on_load(self, layers: int, experts: int, quota: int) -> None:
         super().on_load(layers, experts, quota)

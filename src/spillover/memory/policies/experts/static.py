@@ -1,4 +1,4 @@
-"""A fixed choice: the first experts of every layer stay, whatever is asked for."""
+"""A fixed choice: the first experts of every layer stay on the device, whatever the routing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 class Static:
-    """The first `kept` are held for ever; the rest of each quota is room that misses pass through."""
+    """A policy that never evicts the first `kept` experts of a layer; misses share the remaining slots of its quota."""
 
     def __init__(self, kept: int | None = None) -> None:
-        """Pin a number of experts per layer; None: seven eighths of the quota."""
+        """Keep this number of experts per layer; None: seven eighths of the quota."""
         self._kept = kept
 
     def on_load(self, layers: int, experts: int, quota: int) -> None:

@@ -1,1 +1,1 @@
-"""What goes out: generation is run and watched, and its text, log probabilities and counts are put into events."""
+"""Answers: generation is run and monitored, and its text, log probabilities and counts are written as events."""

@@ -1,4 +1,4 @@
-"""Running a request's prompts on the engine: to the end or as they grow, and ending them when their client has gone."""
+"""Runs a request's prompts on the engine, complete or streamed, and aborts them when the client has disconnected."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from spillover.engine.requests.request import Request
 from spillover.server.api.errors import ApiError
 from spillover.server.front import Front
 
-Grown = list[tuple[int, Answer]]  # prompts by their place in the request
+Grown = list[tuple[int, Answer]]  # the answers that have grown, by the index of their prompt in the request
 
 
 @dataclass(frozen=True)
 class Job:
     """One prompt of an HTTP request, ready to run."""
 
-    requests: list[Request]  # its n sequences
-    text: str | None  # as it was sent, where it was text
+    requests: list[Request]  # the n sequences of the prompt
+    text: str | None  # the prompt as sent; None if it was not text
 
     @property
     def num_prompt(self) -> int:
@@ -31,14 +31,14 @@ class Job:
 
 
 class ClientGone(ApiError):  # noqa: N818
-    """Nobody is there to read the answer."""
+    """The error of a request whose client has disconnected."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed the connection", code="client_closed")
 
 
 async def collect(front: Front, http: HttpRequest, jobs: Sequence[Job], kind: str) -> list[Answer]:
-    """Return all answers, complete; the requests end at once if the client goes away."""
+    """Return all completed answers; abort the requests at once if the client disconnects."""
     work = asyncio.ensure_future(_all_answers(front, jobs, kind))
     gone = asyncio.ensure_future(disconnected(http))
     try:
@@ -54,7 +54,7 @@ async def collect(front: Front, http: HttpRequest, jobs: Sequence[Job], kind: st
 
 
 async def changes(front: Front, jobs: Sequence[Job], kind: str) -> AsyncGenerator[Grown]:
-    """Return what has grown since the last time, until all have ended."""
+    """Yield the answers that have grown since the last time, until all have finished."""
     if len(jobs) == 1:
         async with aclosing(_run(front, jobs[0], kind, stream=True)) as answers:
             async for answer in answers:
@@ -79,7 +79,7 @@ async def changes(front: Front, jobs: Sequence[Job], kind: str) -> AsyncGenerato
             wake.clear()
             for task in tasks:
                 if task.done():
-                    task.result()  # raises what went wrong
+                    task.result()  # raises the task's error
             if grown:
                 taken = list(grown.items())
                 grown.clear()
@@ -118,8 +118,8 @@ async def _last(answers: AsyncGenerator[Answer]) -> Answer:
 
 
 async def _run(front: Front, job: Job, kind: str, stream: bool) -> AsyncGenerator[Answer]:
-    """Return the engine's answers to one prompt, with the recorder told of start and end."""
-    record = Answer(job.requests, None, None)  # for the recorder: it watches the sequences, not their text
+    """Yield the engine's answers to one prompt, and record its start and end."""
+    record = Answer(job.requests, None, None)  # for the recorder, which uses the sequences but not their text
     status = "aborted"
     front.recorder.started(record, kind)
     try:

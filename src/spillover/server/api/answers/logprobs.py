@@ -1,4 +1,4 @@
-"""The engine's log probabilities in the three shapes clients read: legacy completions, chat, and vLLM's prompt rows."""
+"""The engine's log probabilities in the formats of legacy completions, chat, and vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from spillover.engine.output.outputs import Logprob, PositionLogprobs
 from spillover.server.api.answers.token_text import TextOffsets, TokenTexts
 
-LOWEST = -9999.0  # what stands for minus infinity, which JSON has not
+LOWEST = -9999.0  # the value sent for minus infinity, which JSON cannot express
 
 Row = PositionLogprobs | None
 
 
 def legacy_logprobs(texts: TokenTexts, offsets: TextOffsets, tokens: Sequence[int], rows: Sequence[Row], top: int,
                     as_ids: bool = False) -> dict[str, Any]:
-    """Return legacy log probabilities. `rows`: one a token; None for a prompt's first, which nothing predicts."""
+    """Return legacy log probabilities. `rows`: one per token; None for a prompt's first, which nothing predicts."""
     return {
         "tokens": [texts.name(token, as_ids) for token in tokens],
         "token_logprobs": [None if row is None else _finite(row[token])
@@ -44,13 +44,13 @@ def prompt_rows(texts: TokenTexts, rows: Sequence[Row], as_ids: bool = False) ->
 
 
 def _by_name(texts: TokenTexts, row: PositionLogprobs, chosen: int, top: int, as_ids: bool) -> dict[str, float]:
-    """Return the `top` likeliest, and the chosen one besides where it is not among them."""
+    """Return the `top` likeliest tokens, and the chosen one even if it is not among them."""
     named: dict[str, float] = {}
     for token, value in row.items():
         if token != chosen and (value.rank or 0) > top:
             continue
         name = texts.name(token, as_ids)
-        named[name] = max(named.get(name, LOWEST), _finite(value))  # two tokens of one text: the likelier
+        named[name] = max(named.get(name, LOWEST), _finite(value))  # of two tokens with the same text, the likelier
     return named
 
 

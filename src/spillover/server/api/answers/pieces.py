@@ -1,4 +1,4 @@
-"""What is new of a growing answer, and the counts and times that end one: shared by all three generating routes."""
+"""The new parts of a growing answer, and its final counts and times: shared by all three generating routes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Piece:
 
 
 class Cursor:
-    """How far one sequence has been sent."""
+    """The position up to which one sequence has been sent."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -31,7 +31,7 @@ class Cursor:
         self.ended = False
 
     def take(self, text: str) -> Piece | None:
-        """Return what came since the last call; `text` is all there is by now. None if nothing did."""
+        """Return the part added since the last call; None if there is none. `text` is the whole text so far."""
         request = self._request
         if self.ended or (len(request.token_ids) == self._tokens and request.finish_reason is None):
             return None
@@ -45,7 +45,7 @@ class Cursor:
 
 
 def usage(jobs: Sequence[Job], dropped: bool = False) -> dict[str, Any]:
-    """Return the usage. `dropped`: the one token that was sampled for an answer of none does not count."""
+    """Return the usage. With `dropped`, the one token sampled for an answer of zero tokens is not counted."""
     prompt = sum(job.num_prompt for job in jobs)
     output = 0 if dropped else sum(len(r.token_ids) - r.num_prompt for job in jobs for r in job.requests)
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
@@ -57,7 +57,7 @@ def cached_tokens(jobs: Sequence[Job]) -> int:
 
 
 def timings(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Return one entry a prompt, in their order."""
+    """Return one entry per prompt, in their order."""
     rows = []
     for job in jobs:
         times, sources = job.requests[0].timings, _sources(job)
@@ -71,7 +71,7 @@ def timings(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def note_counts(scope: MutableMapping[str, Any], jobs: Sequence[Job]) -> None:
-    """Note counts for the log line of the HTTP request. Its prompts are tokens now: the body is given back."""
+    """Store the jobs for the request's log line and metrics, and release its body, whose prompts are tokens now."""
     scope["spillover.jobs"] = jobs
     scope["spillover.release_body"]()
 

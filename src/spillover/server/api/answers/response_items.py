@@ -1,4 +1,4 @@
-"""The items of a response (a message, calls of functions) as the answer grows, and the events that tell of them."""
+"""The items of a response (a message, function calls) while its answer grows, and the events that report them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from spillover.server.api.tools import Delta
 from spillover.server.schemas.schemas_chat import ChatMessage, FunctionCall, ToolCall
 
-Event = tuple[str, dict[str, Any]]  # its type and its fields
+Event = tuple[str, dict[str, Any]]  # the event's type and its fields
 
 
 class Items:
-    """A writer of events for what is new of an answer. `items` are complete after `end`."""
+    """A writer of events for the new parts of an answer. `items` are complete after `end`."""
 
     def __init__(self, request_id: str, call_id: Callable[[], str]) -> None:
         self.items: list[dict[str, Any]] = []
         self._request_id = request_id
         self._call_id = call_id
         self._open: dict[str, Any] | None = None
-        self._parts: list[str] = []  # parts of the open item's text or arguments
+        self._parts: list[str] = []  # pieces of the open item's text or arguments
 
     def add(self, deltas: Sequence[Delta]) -> list[Event]:
         events: list[Event] = []
@@ -35,12 +35,12 @@ class Items:
         return events
 
     def end(self, status: str) -> list[Event]:
-        """End the items. `status` is that of the response; a response has at least one item."""
+        """Complete the items. `status` is the status of the response; a response has at least one item."""
         opened = [] if self.items else self._open_message()
         return [*opened, *self._close(status)]
 
     def messages(self) -> list[ChatMessage]:
-        """Return the same as messages of a conversation that goes on."""
+        """Return the items as chat messages, to continue the conversation."""
         return as_messages(self.items)
 
     def _open_message(self) -> list[Event]:
@@ -90,7 +90,7 @@ class Items:
 
 
 def as_messages(items: Sequence[dict[str, Any]]) -> list[ChatMessage]:
-    """Return a conversation's items (messages, calls, outputs) as chat messages; a call joins the one before it."""
+    """Return items (messages, calls, outputs) as chat messages; a call joins the assistant message before it."""
     messages: list[ChatMessage] = []
     for item in items:
         if item["type"] == "message":

@@ -1,4 +1,4 @@
-"""Responses that clients may refer to later, in memory: bounded in bytes, those not used for longest leave first."""
+"""Stored responses that clients may refer to later: in memory, limited in bytes, least recently used evicted first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spillover.server.schemas.schemas_chat import ChatMessage
 @dataclass(frozen=True)
 class StoredResponse:
     answer: bytes  # the response object, as JSON
-    conversation: tuple[bytes, ...]  # all messages up to and with it, each as JSON, without instructions
+    conversation: tuple[bytes, ...]  # all messages up to and including this answer, each as JSON, without instructions
 
     @property
     def nbytes(self) -> int:
@@ -26,7 +26,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stored responses, keyed by who asked as well: nobody finds what was stored under another key."""
+    """Stored responses, keyed also by their owner: a response cannot be found with another API key."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -1,4 +1,4 @@
-"""Server-sent events: the response that carries them, and the encoding of the chunks in it."""
+"""Server-sent events: the streaming response, and the encoding of its chunks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from starlette.types import Message, Receive, Scope, Send
 from spillover.server.api.errors import ApiError, as_api_error, error_body
 
 DONE = b"data: [DONE]\n\n"
-# An error before the first token gets its own HTTP status; a client that waits longer than this for it gets the
-# headers first, since proxies give up on a server that says nothing.
+# An error before the first token gets its own HTTP status. After this wait for the first token the headers are sent
+# anyway, since proxies time out on a server that sends nothing.
 _HEADERS_AFTER_SECONDS = 10.0
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no")]
 _encoder = msgspec.json.Encoder()
 encode = _encoder.encode
-MARK = "\u0000text\u0000"  # stands for the text in a TextChunk's pattern
+MARK = "\u0000text\u0000"  # placeholder for the text in a TextChunk's template
 
 
 def event(value: Any) -> bytes:
@@ -33,10 +33,10 @@ def named_event(name: str, value: Any) -> bytes:
 
 
 class TextChunk:
-    """A chunk whose only changing part is a string: everything else is encoded once."""
+    """A chunk with one variable string: everything except this text is encoded once."""
 
     def __init__(self, chunk: dict[str, Any]) -> None:
-        """Prepare a chunk. `chunk` holds MARK where the text goes."""
+        """Prepare a chunk from a template that has MARK in place of the text."""
         self._before, self._after = event(chunk).split(encode(MARK))
 
     def __call__(self, text: str) -> bytes:
@@ -48,9 +48,9 @@ def error_event(error: ApiError) -> bytes:
 
 
 class EventStream(Response):
-    """A response that sends what the generator yields, one write each; closes the generator when the client goes away.
+    """A response that sends each chunk of a generator in one write; closes the generator if the client disconnects.
 
-    A reader that is slow holds up only its own generator.
+    A slow reader delays only its own generator.
     """
 
     media_type = "text/event-stream"
@@ -82,7 +82,7 @@ class EventStream(Response):
             try:
                 await asyncio.wait((first,), timeout=_HEADERS_AFTER_SECONDS)
                 if first.done():
-                    first.result()  # an error here still becomes a response of its own
+                    first.result()  # an error here still becomes an HTTP error response
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 try:
                     await send(_body(await first))

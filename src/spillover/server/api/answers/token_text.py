@@ -1,4 +1,4 @@
-"""The text of single tokens, as log probabilities name them."""
+"""The text of single tokens, as shown in log probabilities."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spillover.models.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """Exact bytes and printable names of tokens, remembered."""
+    """A cache of the exact bytes and printable names of tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -24,7 +24,7 @@ class TokenTexts:
         return known
 
     def name(self, token: int, as_id: bool = False) -> str:
-        """Return a token's text; OpenAI's `bytes:\\xe2\\x80` for a piece of a character, `token_id:7` if asked."""
+        """Return a token's text; OpenAI's `bytes:\\xe2\\x80` for a part of a character, `token_id:7` with `as_id`."""
         if as_id or self.tokenizer is None:
             return f"token_id:{token}"
         known = self._names.get(token)
@@ -39,7 +39,7 @@ class TokenTexts:
 
     @cached_property
     def longest(self) -> int:
-        """Return the bytes of the longest token."""
+        """Return the length in bytes of the longest token."""
         size = self.tokenizer.vocab_size if self.tokenizer is not None else 0
         return max((len(self.raw(token)) for token in range(size)), default=1)
 
@@ -48,7 +48,7 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Where in the text each token begins, in characters; a piece of a character begins where the character does."""
+    """Start offsets of tokens in the text, in characters; a part of a character has the offset of the character."""
 
     def __init__(self, texts: TokenTexts, skip_special: bool) -> None:
         self._texts = texts

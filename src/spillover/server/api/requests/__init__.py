@@ -1,1 +1,1 @@
-"""What comes in: a body is checked and parsed, and turned into a prompt and sampling parameters."""
+"""Request processing: a body is checked and parsed, and converted to a prompt and sampling parameters."""

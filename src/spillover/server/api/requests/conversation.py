@@ -1,4 +1,4 @@
-"""Messages to a prompt: content parts joined, roles and tools put as the model's chat template knows them."""
+"""Converts messages to a prompt: joins content parts, renders roles and tools as the chat template supports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spillover.server.front import Front
 from spillover.server.schemas.schemas_chat import ChatMessage, ContentPart, ConversationFields, Tool
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "self", "source")
-_END = "\ue0fe\ue0ffend of the final message\ue0ff "  # put behind a message that is to be continued, and cut at
+_END = "\ue0fe\ue0ffend of the final message\ue0ff "  # appended to a message to be continued, and cut at
 
 
 def prompt_ids(front: Front, body: ConversationFields, tools: Sequence[Tool] = ()) -> list[int]:
@@ -26,7 +26,7 @@ def prompt_ids(front: Front, body: ConversationFields, tools: Sequence[Tool] = (
 
 def prompt_text(tokenizer: Tokenizer, body: ConversationFields, tools: Sequence[Tool] = (),
                 mark: Callable[[Any], Any] | None = None) -> str:
-    """Render a conversation. `mark` is applied to all that others wrote, before the template sees it."""
+    """Render a conversation. `mark` is applied to everything the client wrote, before the template is rendered."""
     template = tokenizer.chat_template or ""
     knows_tools = tool_calls.knows_tools(template)
     messages = [_as_dict(message, template, knows_tools) for message in body.messages]
@@ -77,7 +77,7 @@ def _as_dict(message: ChatMessage, template: str, knows_tools: bool) -> dict[str
 
 
 def _arguments(arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Parse a call's arguments: templates write them as JSON themselves, so they are handed the object."""
+    """Parse a call's arguments, as templates expect an object and write it as JSON themselves."""
     if isinstance(arguments, dict):
         return arguments
     try:
@@ -97,9 +97,9 @@ def _describe_tools(messages: list[dict[str, Any]], text: str) -> None:
 
 
 def _cut(text: str) -> str:
-    """Cut the prompt after the last message's own text, so that the model goes on with it."""
+    """Cut the prompt after the last message's text, so that the model continues it."""
     before, mark, after = text.rpartition(_END.strip())
     if not mark:
         raise ApiError(400, "continue_final_message needs a last message with text that the chat template keeps",
                        "continue_final_message")
-    return before if after.startswith(" ") else before.rstrip()  # a template that strips has lost the mark's blank
+    return before if after.startswith(" ") else before.rstrip()  # a stripping template removes the mark's blank

@@ -1,6 +1,6 @@
-"""Request bodies: bytes to a checked model, with limits on what may come in. Nothing here knows what it means.
+"""Request bodies: converts bytes to a validated model, within limits on their shape, whatever the fields mean.
 
-Limits come first, at the speed of a byte count; a body larger than a few KiB is parsed off the event loop.
+Limits are checked first, at the speed of counting bytes; a body larger than a few KiB is parsed off the event loop.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from spillover.server.front import front_of, prepare
 Model = TypeVar("Model", bound=BaseModel)
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_NAMED_BYTES = 65_536  # in a larger body a field that is given twice is not looked for by its name
-MAX_FIELDS = 2048  # fields of one object: each may turn out to be unknown, and be told of
-MAX_PROBLEMS = 256  # problems of a body that are looked through for the one to tell of
+_NAMED_BYTES = 65_536  # in larger bodies the name of a duplicate field is not searched for
+MAX_FIELDS = 2048  # maximum number of fields of one object: each may turn out to be unknown and be reported
+MAX_PROBLEMS = 256  # maximum number of a body's problems that are searched for the one to report
 _LISTS = ("messages", "input")  # fields whose entries are messages
 
 
 class JsonBody(Generic[Model]):
-    """A route's body; `read` is a dependency: the request's body as `model`, or a 4xx that says what is wrong."""
+    """A route's body; its `read` is a dependency that returns the body as `model`, or raises a 4xx with the reason."""
 
     def __init__(self, model: type[Model]) -> None:
         self.model = model
@@ -38,12 +38,12 @@ class JsonBody(Generic[Model]):
     async def read(self, request: Request) -> Model:
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
-            # Also keeps other sites' pages out: a browser sends this type across origins only after asking.
+            # This also keeps other sites' pages out: browsers send this type across origins only after a preflight.
             raise ApiError(415, f"the body must be application/json, not {kind[:64] or 'untyped'}; send the header "
                                 f"Content-Type: application/json (curl -H 'Content-Type: application/json')",
                            code="unsupported_media_type")
         try:
-            # Not kept by the request, so that the bytes are gone once they are parsed.
+            # Read as a stream, which the request does not cache, so that the bytes are freed once parsed.
             body = b"".join([chunk async for chunk in request.stream()])
         except ClientDisconnect:
             raise ApiError(499, "the client closed the connection", code="client_closed") from None
@@ -71,7 +71,7 @@ class JsonBody(Generic[Model]):
 
 
 def parse_json(body: bytes, max_values: int = 2**31) -> Any:
-    """Return the value of a body; refuse NaN, a field given twice, a lone surrogate and deep nesting too."""
+    """Return the value of a body; also refuse NaN, duplicate fields, lone surrogates and deep nesting."""
     shape = check_shape(body, max_values)
     try:
         value = msgspec.json.decode(body)
@@ -85,7 +85,7 @@ def parse_json(body: bytes, max_values: int = 2**31) -> Any:
 
 
 def _reason(error: str, body: bytes) -> str:
-    """Say why a body is not JSON: what the parser says, and the text where it says it."""
+    """Return why a body is not JSON: the parser's message, and the text at that position."""
     where = re.search(r"\(byte (\d+)\)", error)
     text = body[int(where[1]):][:16].decode(errors="replace") if where else ""
     pair = "; is there half of a surrogate pair (\\ud800 to \\udfff alone)?" if _SURROGATE.search(body) else ""
@@ -93,7 +93,7 @@ def _reason(error: str, body: bytes) -> str:
 
 
 def _num_fields(value: Any, containers: int) -> int:
-    """Return the fields of all objects in a value of this many objects and arrays."""
+    """Return the number of fields of all objects in a value with this many objects and arrays."""
     found, seen, n = [value], 1, 0
     while found:
         one = found.pop()
@@ -121,7 +121,7 @@ def _unknown_field(problems: Sequence[ErrorDetails], model: type[BaseModel]) -> 
 
 
 def _given_twice(body: bytes) -> str:
-    """Name a field that one object of the body has twice."""
+    """Return the name of a field that one object of the body has twice."""
     if len(body) > _NAMED_BYTES:
         return "a field"
     names: list[str] = []

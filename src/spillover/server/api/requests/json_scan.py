@@ -1,6 +1,6 @@
-"""The shape of a JSON body, checked before it is parsed, at the speed of `bytes.count`. Knows nothing of its fields.
+"""Checks the shape of a JSON body before parsing, at the speed of `bytes.count` and whatever its fields mean.
 
-A body is looked at in chunks, as each call into C holds up every other thread until it is done.
+A body is scanned in chunks, as every call into C blocks all other threads until it returns.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from itertools import accumulate
 from spillover.server.api.errors import ApiError
 
 MAX_DEPTH = 128
-# Of the values a body may have, at most one in this many may be a field of an object, or an object or an array itself:
-# these cost most to parse and to check.
+# The share of a body's values that may be fields of an object, or objects and arrays: at most one in this many, as
+# these cost the most to parse and validate.
 VALUES_PER_FIELD = 8
 VALUES_PER_CONTAINER = 32
 
@@ -24,12 +24,12 @@ _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 @dataclass
 class Shape:
-    """What a body holds outside its strings. Of bytes that are not JSON the counts are upper bounds."""
+    """The structure of a body outside its strings. For bytes that are not JSON the counts are upper bounds."""
 
-    containers: int = 0  # objects and arrays
-    fields: int = 0  # fields of all objects
+    containers: int = 0  # number of objects and arrays
+    fields: int = 0  # number of fields of all objects
     commas: int = 0
-    depth: int = 0  # at the end of what has been looked at
+    depth: int = 0  # nesting depth at the end of the scanned part
     deepest: int = 0
 
     @property
@@ -42,25 +42,25 @@ class Shape:
         self.commas += outside.count(b",")
 
     def follow(self, outside: bytes) -> None:
-        """Follow the brackets; called once their number is known to be within limits."""
+        """Update the depth from the brackets; called once their number is known to be within limits."""
         steps = map(_STEP.__getitem__, outside.translate(None, _NOT_BRACKETS))
         depths = list(accumulate(steps, initial=self.depth))
         self.depth, self.deepest = depths[-1], max(self.deepest, max(depths))
 
 
 def check_shape(body: bytes, max_values: int) -> Shape:
-    """Return the shape of a body; raise ApiError for one of too many values or of too deep nesting.
+    """Return the shape of a body; raise ApiError if it has too many values or is nested too deeply.
 
-    Whether it is JSON is for the parser to say.
+    Whether it is valid JSON is checked by the parser.
     """
     shape, start, in_string = Shape(), 0, False
     while start < len(body):
         chunk = body[start:start + _CHUNK_BYTES]
         if chunk.endswith(b"\\") and (len(chunk) - len(chunk.rstrip(b"\\"))) % 2:
-            chunk = body[start:start + _CHUNK_BYTES + 1]  # with the character that the last backslash escapes
+            chunk = body[start:start + _CHUNK_BYTES + 1]  # include the character that the last backslash escapes
         start += len(chunk)
         if b"\\" in chunk:
-            # A run of backslashes escapes from its left end on: pairs first, then what escapes a quote.
+            # A run of backslashes is read from the left: remove escaped backslashes first, then escaped quotes.
             chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = chunk.split(b'"')
         outside = b" ".join(parts[in_string::2])

@@ -1,4 +1,4 @@
-"""From a request's fields to the engine's sampling parameters. Whatever the engine would refuse is refused here."""
+"""Converts a request's fields to the engine's sampling parameters, refusing all that the engine would refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spillover.server.schemas.schemas_common import (
     SamplingFields,
 )
 
-# Fields whose absence means the model's default, and the engine's own where the model has none.
+# Fields that default to the model's value, or to the engine's if the model has none.
 _PLAIN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
           "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
           "skip_special_tokens", "prompt_logprobs_start")
@@ -24,7 +24,7 @@ _PLAIN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequen
 def sampling_params(body: SamplingFields, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None,
                     prompt_logprobs: int | None, structured: StructuredOutputs | None,
                     **changes: Any) -> SamplingParams:
-    """Return a request's parameters. `defaults`: of the model, for fields that were not sent."""
+    """Return a request's parameters. `defaults` has the model's values for fields that were not sent."""
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise ApiError(400, f"min_tokens is {body.min_tokens}, but the answer has at most {max_tokens} tokens",
                        "min_tokens")
@@ -37,12 +37,12 @@ def sampling_params(body: SamplingFields, defaults: Mapping[str, Any], max_token
 
 
 def kv_coming(given: KvTransferParams | None) -> bool:
-    """Return whether another server stores the prompt's KV in a tier that this one reads."""
+    """Return whether another server stores the prompt's KV in a tier that this server reads."""
     return given is not None and given.do_remote_prefill
 
 
 def structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
-    """Return the one constraint asked for, by whichever of its names."""
+    """Return the requested constraint, whichever field it was given in; None if there is none."""
     asked: list[StructuredOutputs] = []
     if body.structured_outputs is not None:
         inner = body.structured_outputs
@@ -72,14 +72,14 @@ def structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
 
 @dataclass(frozen=True)
 class Context:
-    """How long prompt and answer may be together."""
+    """The limit on the length of prompt and answer together."""
 
     tokens: int
     most: int  # longest context that the model supports
 
     @property
     def advice(self) -> str:
-        """Return what to do about a prompt that is too long."""
+        """Return advice for the user on a prompt that is too long."""
         if self.tokens >= self.most:
             return "Shorten it."
         return f"Shorten it, or start the server with a larger --max-model-len (this model supports {self.most})."
@@ -87,9 +87,9 @@ class Context:
 
 def answer_room(context: Context, num_prompt: int, asked: int | None, default: int | None, name: str,
                 prompt: str) -> int:
-    """Return how many tokens the answer may have; 400 with the limit and the size where they do not fit.
+    """Return the maximum number of answer tokens; raise a 400 error with limit and size if they do not fit.
 
-    `name` and `prompt` are the fields that were sent: of the answer's length, and of the prompt.
+    `name` and `prompt` are the names of the request's fields for the answer's length and for the prompt.
     """
     room = context.tokens - num_prompt
     if room < 1:
