@@ -8,11 +8,11 @@ from torch import Tensor
 
 from spillover.kernels import native
 
-SWIGLU_ALPHA = 1.702  # of clamped_swiglu, as gpt-oss was trained
+SWIGLU_ALPHA = 1.702  # factor in the sigmoid of clamped_swiglu, as gpt-oss was trained
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Return silu(gate) * up [T, I] of x [T, 2I], the gate in the first half."""
+    """Return silu(gate) * up [T, I] of x [T, 2I], with the gate in the first half."""
     library = native.library()
     if library is None or not native.serves(x):
         return silu_and_mul_reference(x)

@@ -1,4 +1,4 @@
-"""Memory for what stays on a CPU and is streamed through at every step: weights and the KV pool."""
+"""Memory for tensors that stay on a CPU and are read at every step: weights and the KV pool."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 from spillover.kernels.huge_pages import map_pages
 
-CHUNK = 64 << 20
-_LINE = 64  # bytes: what vectors are aligned to
+CHUNK = 64 << 20  # minimum bytes of a chunk
+_LINE = 64  # alignment of tensors in bytes, for vector loads
 
 
 class Arena:
-    """An allocator of float32 tensors, one after the other; a chunk is given back once none of its tensors is left."""
+    """An allocator that places float32 tensors one after another in chunks; a chunk is freed with its last tensor."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0)
-        self._used = 0  # elements
+        self._used = 0  # number of elements allocated in the chunk
 
     def empty(self, *shape: int) -> Tensor:
         count = math.prod(shape)

@@ -1,9 +1,9 @@
-"""Attention over the paged KV pool, and the store that fills it.
+"""Attention over the paged KV pool, and the store of new keys and values in it.
 
-A pool is one tensor [num_blocks, group_layers, 2, kv_heads, block_size * head_dim]; a layer sees pool[:, l]. In a
-block the values lie [kv_heads, block_size, head_dim], and so do the keys of a pool of 16 bits, so that a new token
-writes few sectors of a GPU's memory; those of float32 lie [kv_heads, head_dim, block_size], so that a vector of a CPU
-holds one dimension of consecutive tokens. A quantised pool is of bytes, and kv_quant.py tells how a head lies in it.
+A pool is one tensor [num_blocks, group_layers, 2, kv_heads, block_size * head_dim]; layer l uses pool[:, l]. In a
+block, values are [kv_heads, block_size, head_dim], and so are the keys of a 16-bit pool, so that a new token writes few
+sectors of a GPU's memory; float32 keys are [kv_heads, head_dim, block_size], so that a vector of a CPU holds one
+dimension of consecutive tokens. A quantised pool has bytes, and kv_quant.py describes the layout of a head in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spillover.kernels.batch import AttentionBatch, OffloadedPrefix
 from spillover.kernels.extents import MOST_SCORES, split_blocks
 
 KV_LAYOUT = "block,layer,[k:head,dim,token|v:head,token,dim],16-bit:[k:head,token,dim]"
-POOL_KINDS = {"auto": 0, "fp8": 1, "int8": 2}  # as attention.cpp numbers them
+POOL_KINDS = {"auto": 0, "fp8": 1, "int8": 2}  # numbers of the types of pools in attention.cpp
 
 
 def store_kv(k: Tensor, v: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
@@ -45,9 +45,9 @@ def attention(
     sinks: Tensor | None = None,
     layer: int = 0,
 ) -> Tensor:
-    """Attend, q [T, H, D] -> [T, H, D]. A query at position p sees keys j with p - window < j <= p; sinks [H] is one
-    more logit a head that takes part in the softmax's denominator only. `layer`: whose blocks of a cold prefix to ask
-    for."""
+    """Compute attention, q [T, H, D] -> [T, H, D]. A query at position p sees keys j with p - window < j <= p; sinks
+    [H] is one more logit per head that enters the softmax's denominator only. `layer`: index of the layer, which
+    selects the blocks of a cold prefix."""
     library = native.library()
     rows, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
@@ -83,7 +83,7 @@ def attention(
         ends = last == batch.cold.num_blocks
         stride = native_block_stride(stage, q, kv_heads, dim, batch)
         if stride is None or not (ends or last % split == 0):
-            raise ValueError("a segment is to be laid out as the pool's blocks, and to be of whole splits")
+            raise ValueError("a segment must be laid out as the pool's blocks and consist of whole splits")
         last_split = -(-batch.cold.length // (split * batch.block_size)) if ends else last // split
         library.attention_range(
             *arguments,
@@ -123,7 +123,7 @@ def attention_reference(
         first, last = starts[request], starts[request + 1]
         if first == last:
             continue
-        # Only blocks some row sees are read: what lies before the window or past the end may hold anything.
+        # Only blocks that some row sees are read: those before the window or past the end may contain anything.
         oldest = 0 if window is None else max(0, length - (last - first) - window + 1)
         first_block = oldest // batch.block_size
         blocks = batch.block_table[request, first_block : -(-length // batch.block_size)].long()
@@ -156,7 +156,7 @@ def cold_attention_reference(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend one request: first over the segments, which every row sees, then over its blocks in the pool."""
+    """Attend for one request: first to the segments, which every row sees, then to its blocks in the pool."""
     total = _Softmax(q.transpose(0, 1), kv_layer.shape[2], scale, sinks)
     most = 1
     for segment in cold.segments(layer):
@@ -171,7 +171,7 @@ def cold_attention_reference(
 
 
 class _Softmax:
-    """A softmax over keys that come in parts, with the values it weighs. Scores are made for a few rows at a time."""
+    """A softmax over keys added in parts, and the sum of values it weighs. Scores are computed a few rows at a time."""
 
     def __init__(self, q: Tensor, kv_heads: int, scale: float, sinks: Tensor | None) -> None:
         self.q = q  # [H, rows, D]
@@ -187,8 +187,8 @@ class _Softmax:
             self.weight = torch.ones_like(self.peak)
 
     def add(self, k: Tensor, v: Tensor, last: Tensor | None = None) -> None:
-        """Add keys and values [Hk, S, D]; a row sees keys up to last[row], or all of them. The first part is seen by
-        every row."""
+        """Add keys and values [Hk, S, D]; a row sees keys up to last[row], or all if `last` is None. Every row must
+        see the first part."""
         heads, rows, dim = self.q.shape
         step = max(1, MOST_SCORES // (heads * k.shape[1]))
         for start in range(0, rows, step):
@@ -208,8 +208,8 @@ class _Softmax:
 def native_block_stride(
     kv_layer: Tensor, rows: Tensor, kv_heads: int, dim: int, batch: AttentionBatch
 ) -> int | None:
-    """Return how far blocks lie apart, or None where the native kernels do not apply: they take float32 on a CPU, and
-    whole vectors of 8 tokens and 8 dimensions."""
+    """Return the stride between blocks, or None if the native kernels do not apply: they need float32 on a CPU, and a
+    block size and head dimension that are multiples of 8."""
     stride, *inner = kv_layer.stride()
     if batch.kv_dtype == "auto":
         size, wanted = batch.block_size * dim, rows.dtype
@@ -223,7 +223,7 @@ def native_block_stride(
 
 
 def _read(blocks: Tensor, batch: AttentionBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return keys and values [Hk, n * block_size, D] of blocks [n, 2, Hk, size], in their order."""
+    """Return keys and values [Hk, n * block_size, D] of blocks [n, 2, Hk, size], in the order of blocks."""
     if batch.kv_dtype != "auto":
         blocks = kv_quant.decode_blocks(blocks, batch.block_size, batch.kv_dtype, dtype)
     keys, values = (each.to(dtype) for each in _keys_and_values(blocks, batch.block_size))
@@ -231,7 +231,7 @@ def _read(blocks: Tensor, batch: AttentionBatch, dtype: torch.dtype) -> tuple[Te
 
 
 def _keys_and_values(kv_layer: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return views [num_blocks, Hk, D, block_size] and [num_blocks, Hk, block_size, D]."""
+    """Return views of keys [num_blocks, Hk, D, block_size] and values [num_blocks, Hk, block_size, D]."""
     blocks, _, heads, size = kv_layer.shape
     dim = size // block_size
     return kv_quant.key_view(kv_layer[:, 0], block_size, dim), kv_layer[:, 1].view(blocks, heads, block_size, dim)

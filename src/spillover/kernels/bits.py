@@ -1,7 +1,7 @@
-"""Checks on this machine that a row has the same bits whatever the rows beside it: what a GPU promises without
-`--fast`, and a CPU always.
+"""Checks on this machine that a row has the same bits whatever the other rows of its batch, which is guaranteed on a
+GPU without `--fast`, and on a CPU always.
 
-Random weights in the shapes of a small model's layer, each kernel at every number of rows that the engine may meet.
+Runs each kernel with random weights in the shapes of a small model's layer, at the numbers of rows in FEW and MORE.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BitsCheck:
-    """What came of one kernel: the numbers of rows that were compared with the largest, and the first that differs."""
+    """The result of one kernel: the numbers of rows that were compared with the largest, and the first that differs."""
 
     kernel: str
     rows: tuple[int, ...]
-    differs: int | None
+    differs: int | None  # first number of rows whose bits differ; None if none do
 
 
 @dataclass(frozen=True)
 class _Case:
     kernel: str
     rows: tuple[int, ...]
-    differences: Iterable[bool]  # for each of `rows`, whether bits differ
+    differences: Iterable[bool]  # whether bits differ, for each of `rows`
 
 
 def check_bits(device: str, progress: Progress | None = None) -> list[BitsCheck]:
-    """Compare every kernel at every number of rows; stops at the first that differs, and goes on to the next kernel."""
+    """Compare every kernel at every number of rows; skip to the next kernel at the first number that differs."""
     with torch.inference_mode():
         cases = list(_cases(torch.device(device)))
         done, checks = 0, []
@@ -83,7 +83,7 @@ def _cases(device: torch.device) -> Iterator[_Case]:
     def mlp(x: Tensor) -> Tensor:
         return torch.cat(made.kernels.mlp_block(x.clone(), residual[:len(x)].clone(), layer), dim=1)
 
-    same = made.normal(1, HIDDEN).expand(counts[-1], -1)  # so that every row has the residual's first rows beside it
+    same = made.normal(1, HIDDEN).expand(counts[-1], -1)  # equal rows, which differ in their residual alone
     yield _Case("norm and MLP", counts, _differences(mlp, same, counts, ends=False))
     for kv_dtype in ("auto", "fp8", "int8"):
         name = "norm, QKV, rotary embedding, attention" + (f" over {kv_dtype} KV" if kv_dtype != "auto" else "")
@@ -92,7 +92,7 @@ def _cases(device: torch.device) -> Iterator[_Case]:
         first = Experts(made.linear(form, 2 * EXPERT_INNER, HIDDEN, EXPERTS, parts=2))
         second = Experts(made.linear(form, HIDDEN, EXPERT_INNER, EXPERTS))
         scores = made.normal(counts[-1], EXPERTS)
-        # MXFP4 experts take activations in float16: they are gpt-oss's, which clamps what would not fit.
+        # MXFP4 experts use float16 activations: only gpt-oss has them, and it clamps values that would not fit.
         limit = SWIGLU_LIMIT if name == "MXFP4" else None
 
         def mix(both: Tensor, first: Experts = first, second: Experts = second, limit: float | None = limit) -> Tensor:
@@ -105,7 +105,7 @@ def _cases(device: torch.device) -> Iterator[_Case]:
 
 def _differences(run: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, ...],
                  ends: bool = True) -> Iterator[bool]:
-    """Tell for each number of rows whether the first rows, or with `ends` the last, differ from those among all."""
+    """Yield for each number of rows whether the first, or with `ends` the last, differ from the same rows of all."""
     whole = run(x)
     assert whole.isfinite().all(), "NaN differs from itself: the case must be one that a kernel can compute"
     for count in counts:
@@ -114,7 +114,7 @@ def _differences(run: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, 
 
 
 def _chunk_differences(made: _Maker, layer: LayerWeights, counts: tuple[int, ...], kv_dtype: str) -> Iterator[bool]:
-    """Tell for each number of rows whether chunks of a sequence that have it differ from the sequence in one."""
+    """Yield for each number of rows whether chunks of that size differ from the sequence computed in one chunk."""
     length = LONGEST[made.device.type]
     x, residual = made.normal(length, HIDDEN), made.normal(length, HIDDEN)
     blocks = -(-length // BLOCK)

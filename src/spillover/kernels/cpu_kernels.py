@@ -1,7 +1,7 @@
-"""A decoder layer on the CPU: each half as one native call where its weights allow it, and all layers as one where they
-stay in place, so that a step with few rows does not wait for Python.
+"""A decoder layer on the CPU: each half is one native call if the formats of its weights allow it, and all layers are
+one if their weights stay in place, so that a step with few rows does not wait for Python.
 
-Natively x and the residual are overwritten and returned; use only what is returned.
+The native kernels overwrite x and the residual and return them; use only the returned tensors.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CpuKernels:
 
     def attention_block_unfused(self, x: Tensor, residual: Tensor, w: LayerWeights, kv_layer: Tensor,
                                 batch: AttentionBatch, window: int | None, layer: int) -> tuple[Tensor, Tensor]:
-        """Compute `attention_block` operation by operation: for any format, and for a cold prefix."""
+        """Compute `attention_block` operation by operation: for any format, and with a cold prefix."""
         x, residual = add_rms_norm(x, residual, w["input_norm"], self.shape.eps)
         return self.attend(x, w, kv_layer, batch, window, layer), residual
 
@@ -88,7 +88,7 @@ class CpuKernels:
         self._stored(x, w, kv_layer, batch)
 
     def _stored(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> Tensor:
-        """Store the keys and values of x [T, any width]; returns its queries [T, heads, head_dim]."""
+        """Store the keys and values of x [T, any width]; return its queries [T, heads, head_dim]."""
         rows, shape = x.shape[0], self.shape
         product = linear(x, w["qkv"], w.get("qkv_bias")).view(rows, -1, shape.head_dim)
         counts = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
@@ -113,12 +113,12 @@ class CpuKernels:
 
 
 class LayerStack:
-    """Dense layers whose weights and KV stay where they are, all in one native call."""
+    """Dense layers whose weights and KV stay at their addresses, run by one native call."""
 
     def __init__(self, shape: LayerShape, cos: Tensor, sin: Tensor, layers: Sequence[LayerWeights],
                  kv_layers: Sequence[tuple[Tensor, int]], windows: Sequence[int | None]) -> None:
-        """Bind all layers. `layers`: the weights of each, as `CpuKernels` takes them; `kv_layers`: the KV of each, and
-        the group whose batch it is of."""
+        """Bind all layers. `layers`: the weights of each, as for `CpuKernels`; `kv_layers`: the KV of each, and the
+        index of its layer group, which selects its batch."""
         self._shape, self._cos, self._sin = shape, cos, sin
         self._records = torch.tensor([
             [_pointer(w["input_norm"]), *_matrix(w["qkv"], w.get("qkv_bias")), _pointer(w.get("q_norm")),
@@ -133,16 +133,16 @@ class LayerStack:
 
     @staticmethod
     def serves(layers: Sequence[LayerWeights]) -> bool:
-        """Tell whether all matrices are in a format that the native kernels multiply with."""
+        """Return whether all matrices are in a format that the native kernels multiply with."""
         return all(matrix.format.native_codes is not None for w in layers
                    for matrix in (w["qkv"], w["o"], w["gate_up"], w["down"]))
 
     def run(self, x: Tensor, residual: Tensor, batches: Sequence[AttentionBatch],
             on_layers: Callable[[], None], taps: Sequence[tuple[int, Tensor]] = ()) -> bool:
-        """Run the layers, or return False and do nothing where the native kernels do not apply to this step.
+        """Run the layers, or return False and do nothing if the native kernels do not apply to this step.
 
-        x and residual are overwritten as `mlp_block` returns them. `batches`: one a group; `on_layers` is called just
-        before the native call, which is one more for each of `taps`: a layer, and where the sum that it gets goes.
+        x and residual are overwritten with the results of the last `mlp_block`. `batches`: one per layer group;
+        `on_layers`: called before the layers run; `taps`: (layer, tensor for its input sum), each one more native call.
         """
         library, shape, first = native.fused(), self._shape, batches[0]
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -175,6 +175,6 @@ def _pointer(tensor: Tensor | None) -> int:
 
 
 def _matrix(w: Linear, bias: Tensor | None) -> tuple[int, int, int]:
-    """Return a linear's panels, whether they are in codes, and its bias."""
+    """Return the address of a linear's panels, whether they are codes, and the address of its bias (0: none)."""
     assert w.format.native_codes is not None
     return w.tensors[0].data_ptr(), w.format.native_codes, _pointer(bias)

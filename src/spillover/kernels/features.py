@@ -1,4 +1,4 @@
-"""Rows of a step beside what each follows: the row before it, or what was kept of its request's last step."""
+"""The predecessor of each row of a step: the row before it, or a row kept from the previous step of its request."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from spillover.kernels.batch import AttentionBatch
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The newest rows of each request, by slot and position."""
+    """The newest rows of each request, by the slot of the request and the position of the row."""
 
     rows: Tensor  # [slots * per_slot, hidden]
-    per_slot: int
+    per_slot: int  # number of rows kept per request
 
     def place(self, slot: int, position: int) -> int:
         return slot * self.per_slot + position % self.per_slot
 
 
 def rows_before(x: Tensor, kept: KeptRows, batch: AttentionBatch, slots: Tensor, follows: Tensor) -> Tensor:
-    """Return what each row of x [T, hidden] follows [T, hidden]: the row before, or, for the first of a request, which
-    has the slot `slots` [B], what is kept of the position before; zeros where `follows` [B] int32 is 0."""
+    """Return the predecessor [T, hidden] of each row of x [T, hidden]: the row before it, or for the first of a request
+    the row kept of the position before, by slot in `slots` [B]; zeros if the request's `follows` [B] int32 is 0."""
     request = batch.rows.long()
     place = slots.long()[request] * kept.per_slot + (batch.positions - 1) % kept.per_slot
     first = batch.query_start.long()[request] == torch.arange(len(x))
@@ -32,7 +32,7 @@ def rows_before(x: Tensor, kept: KeptRows, batch: AttentionBatch, slots: Tensor,
 
 
 def keep_rows(x: Tensor, kept: KeptRows, batch: AttentionBatch, slots: Tensor) -> None:
-    """Keep those of x [T, hidden] that are among the last `per_slot` positions of their request."""
+    """Keep the rows of x [T, hidden] that are among the last `per_slot` positions of their request."""
     request = batch.rows.long()
     newest = batch.seq_lens[request] - 1 - batch.positions < kept.per_slot
     place = slots.long()[request] * kept.per_slot + batch.positions % kept.per_slot

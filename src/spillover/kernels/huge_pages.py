@@ -1,5 +1,5 @@
-"""Host memory in huge pages: read through at every step, pages of 4 KiB would cost a tenth of the time in address
-translations alone."""
+"""Host memory in huge pages: where every step reads through all of it, the address translation of 4 KiB pages alone
+would take a tenth of the time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ HUGE_PAGE = 2 << 20
 
 
 def map_pages(nbytes: int) -> memoryview:
-    """Map zeroed memory that takes no room before it is touched, and goes with the last view of it.
+    """Map zeroed memory, which uses no RAM before it is touched and is unmapped with the last view of it.
 
-    It begins at a huge page where it fills one, and a page behind it is never touched: no two mappings lie side by
-    side, so that no copy reaches from one into the next.
+    It begins at a huge page if it fills at least one. A page after it is never touched: no two mappings are adjacent,
+    so that no copy extends from one into the next.
     """
     if nbytes < HUGE_PAGE:
         return memoryview(_map(_rounded(nbytes, PAGE) + PAGE))[:nbytes]
     memory = memoryview(_map(_rounded(nbytes, HUGE_PAGE) + HUGE_PAGE))
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
-        with contextlib.suppress(OSError):  # a system without huge pages
+        with contextlib.suppress(OSError):  # the system has no huge pages
             memory.obj.madvise(advice)  # type: ignore[attr-defined]
     start = -address_of(memory) % HUGE_PAGE
     return memory[start : start + nbytes]

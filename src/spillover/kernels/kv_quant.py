@@ -1,4 +1,4 @@
-"""KV in one byte a value, float8 (e4m3fn) or int8 codes with one float32 scale for a token's head; codecs of blocks.
+"""KV in one byte per value: float8 (e4m3fn) or int8 codes with one float32 scale per token and head; codecs of blocks.
 
 A head of a block is block_size * head_dim codes, keys by dimension and values by token, then block_size little-endian
 scales: block_size * (head_dim + 4) bytes. value = code * scale, and scale = the largest magnitude over head_dim / the
@@ -21,31 +21,31 @@ SCALE_BYTES = 4
 QUANT_LAYOUT = "head:codes,token:f32-scale"
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
 _CODE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-# Codecs as the native kernels know them, by what blocks become and what they are in the pool.
+# Numbers of codecs in the native kernels, by the type of encoded blocks and the type of the pool.
 _KINDS = {("int8", "auto"): 0, ("fp8", "auto"): 1, ("int4", "auto"): 2, ("int4", "int8"): 3, ("int4", "fp8"): 4}
 
 
 def head_bytes(block_size: int, head_dim: int, kv_dtype: str = "int8") -> int:
-    """Return the bytes of one head of a block, keys or values; fp8 takes what int8 does."""
+    """Return the bytes of one head of a block, keys or values; fp8 takes as many as int8."""
     return block_size * row_bytes(head_dim, kv_dtype)
 
 
 def row_bytes(head_dim: int, kv_dtype: str) -> int:
-    """Return the bytes of one token's head."""
+    """Return the bytes of one token in one head, keys or values."""
     return head_dim // 2 + kv_int4.SCALE_BYTES if kv_dtype == "int4" else head_dim + SCALE_BYTES
 
 
 def slot_layout(spill_dtype: str) -> str:
-    """Return the name of the layout that blocks have below the device: part of what they are found by."""
+    """Return the name of the layout that blocks have below the device, which is part of their identity."""
     return kv_int4.LAYOUT if spill_dtype == "int4" else QUANT_LAYOUT
 
 
 def encode(x: Tensor, kv_dtype: str, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Return codes (uint8, shaped as x) and scales (float32, without `dim`), one for all that lies along `dim`."""
+    """Return codes (uint8, shaped as x) and scales (float32, without `dim`), one for all values along `dim`."""
     x, largest = x.float(), _LARGEST[kv_dtype]
     top = x.abs().amax(dim, keepdim=True)
-    scales = top / torch.full_like(top, largest)  # by a number, CUDA would multiply with its reciprocal
-    # Scale 0: zeros, or values so small that their scale is no float.
+    scales = top / torch.full_like(top, largest)  # for a scalar, CUDA would multiply by its reciprocal
+    # A scale is 0 if all values are zeros, or so small that the scale underflows.
     ratio = torch.where(scales > 0, x / scales, 0.0).clamp(-largest, largest)
     codes = (ratio.round() if kv_dtype == "int8" else ratio).to(_CODE[kv_dtype])
     return codes.view(torch.uint8), scales.squeeze(dim)
@@ -88,7 +88,7 @@ def encode_blocks(x: Tensor, block_size: int, kv_dtype: str) -> Tensor:
 
 
 def key_view(keys: Tensor, block_size: int, head_dim: int) -> Tensor:
-    """Return a view [..., D, bs] of the keys [..., bs * D] of a full-precision pool: those of 16 bits lie by token."""
+    """Return a view [..., D, bs] of the keys [..., bs * D] of a full-precision pool: 16-bit ones are by token."""
     by_token = keys.dtype.itemsize == 2
     return _split(keys, block_size, head_dim).mT if by_token else _split(keys, head_dim, block_size)
 
@@ -105,10 +105,10 @@ def decode_blocks(quantised: Tensor, block_size: int, kv_dtype: str, dtype: torc
 
 
 def _decode_int4(quantised: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    half = quantised.shape[-1] // block_size - kv_int4.SCALE_BYTES  # of the head's dimensions
+    half = quantised.shape[-1] // block_size - kv_int4.SCALE_BYTES  # half of the head's dimensions
     codes = _split(quantised[..., : half * block_size], half, block_size)
     x = kv_int4.decode(codes, quantised[..., half * block_size :].view(torch.bfloat16))  # [..., 2, Hk, D, bs]
-    if dtype is torch.float16:  # an error near its largest value must not become infinity
+    if dtype is torch.float16:  # a rounding error near the largest value must not become infinity
         x = x.clamp(-65504.0, 65504.0)
     whole = torch.empty(*quantised.shape[:-1], block_size * 2 * half, dtype=dtype, device=quantised.device)
     key_view(whole[..., 0, :, :], block_size, 2 * half).copy_(x[..., 0, :, :, :])
@@ -118,16 +118,16 @@ def _decode_int4(quantised: Tensor, block_size: int, dtype: torch.dtype) -> Tens
 
 @dataclass(frozen=True)
 class KVCodec:
-    """A codec of whole blocks [layers, 2, Hk, bs * D] of a pool to narrower ones and back, as bytes. To int4 the pool
-    may be one of codes itself, which are decoded first."""
+    """A codec between whole blocks [layers, 2, Hk, bs * D] of a pool and narrower ones, as bytes. With int4 the pool
+    may itself have codes, which are decoded first."""
 
     layers: int
     kv_heads: int
     block_size: int
     head_dim: int
-    dtype: torch.dtype  # of the pool
-    kv_dtype: str  # "fp8" | "int8" | "int4"
-    pool_dtype: str = "auto"  # "fp8" | "int8": the pool is of these codes, and `dtype` uint8
+    dtype: torch.dtype  # type of the pool
+    kv_dtype: str  # type of encoded blocks: "fp8", "int8" or "int4"
+    pool_dtype: str = "auto"  # "fp8" or "int8": the pool has these codes, and `dtype` is uint8; "auto": plain values
 
     @property
     def block_bytes(self) -> int:
@@ -138,7 +138,7 @@ class KVCodec:
         return self.layers * 2 * self.kv_heads * head_bytes(self.block_size, self.head_dim, self.kv_dtype)
 
     def encode(self, block: memoryview, slot: memoryview) -> None:
-        """Encode from main memory to main memory, on this thread alone."""
+        """Encode a block into a slot, both in main memory, on the calling thread alone."""
         self._check(block, slot)
         if (library := self.native()) is not None:
             library.encode_block(_address(block), _address(slot), *self.numbers)
@@ -154,11 +154,11 @@ class KVCodec:
 
     @property
     def one_layer(self) -> KVCodec:
-        """Return the codec of a layer's piece of these blocks."""
+        """Return the codec of one layer of these blocks."""
         return replace(self, layers=1)
 
     def encode_tensor(self, blocks: Tensor) -> Tensor:
-        """Encode [..., block_bytes] uint8 -> [..., slot_bytes] uint8, on their device."""
+        """Encode [..., block_bytes] uint8 -> [..., slot_bytes] uint8, on the same device."""
         x = _split(blocks.view(self.dtype), *self._shape)
         if self.pool_dtype != "auto":
             x = decode_blocks(x, self.block_size, self.pool_dtype, torch.float32)
@@ -186,7 +186,7 @@ class KVCodec:
         return self.encode_tensor(pool[blocks])
 
     def decode_pool(self, slots: Tensor, pool: Tensor, blocks: Tensor) -> None:
-        """Decode [n, slot_bytes] uint8 to these blocks."""
+        """Decode slots [n, slot_bytes] uint8 to `blocks` [n] int64 of the pool."""
         if pool.is_cuda:
             x = _split(pool.view(self.dtype), *self._shape)
             if self.kv_dtype == "int4":
@@ -208,12 +208,12 @@ class KVCodec:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return the sizes as the native kernels take them."""
+        """Return the sizes and the number of the codec, as arguments of the native kernels."""
         return self.layers, self.kv_heads, self.head_dim, self.block_size, _KINDS[self.kv_dtype, self.pool_dtype]
 
     def native(self) -> ctypes.CDLL | None:
-        """Return the native library where it applies: a pool of float32 or codes, and whole vectors of 8 tokens and
-        dimensions."""
+        """Return the native library if it supports this codec: a pool of float32 or codes, and a block size and head
+        dimension that are multiples of 8; else None."""
         if self.dtype not in (torch.float32, torch.uint8) or self.block_size % 8 or self.head_dim % 8:
             return None
         return native.library()
@@ -229,7 +229,7 @@ class KVCodec:
 
 
 def _split(x: Tensor, *shape: int) -> Tensor:
-    """Return a view whose last dimension is cut into `shape`."""
+    """Return a view whose last dimension is split into `shape`."""
     return x.view(*x.shape[:-1], *shape)
 
 

@@ -1,4 +1,4 @@
-"""Matrix products with a model's weights, and the embedding that looks rows of one up, each by its weight's format."""
+"""Matrix products with a model's weights, and embedding lookups, computed by the code of the weight's format."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from spillover.kernels.formats.base import Linear, Weight
 
 
 def linear(x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
-    """Multiply, x [T, K], w [N, K], bias [N] -> [T, N]."""
+    """Multiply x [T, K] by w [N, K] and add bias [N] -> [T, N]."""
     return w.format.linear(x, w, bias)
 
 
 def embedding(ids: Tensor, w: Linear, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Look up rows, ids [T], w [V, K] -> [T, K]; of `dtype` where it is not kept as numbers."""
+    """Look up rows ids [T] of w [V, K] -> [T, K]; in `dtype` if w is quantised."""
     return w.format.embedding(ids, w, dtype)
 
 
 def unpack(w: Weight) -> Tensor:
-    """Return the plain [N, K] weight again."""
+    """Return the weight as a plain tensor [N, K]."""
     return w if isinstance(w, Tensor) else w.format.dequantize(w, torch.float32)
 
 

@@ -9,12 +9,12 @@ from spillover.kernels import native
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm, x [..., D], weight [D] -> [..., D]."""
+    """Normalise x [..., D] by its root mean square and multiply by weight [D] -> [..., D]."""
     library = native.library()
     if library is None or not native.serves(x) or weight.dtype is not torch.float32:
         return rms_norm_reference(x, weight, eps)
     *_, d = shape = x.shape
-    if len(shape) == 3 and x.stride()[1:] == (d, 1):  # heads within a wider row
+    if len(shape) == 3 and x.stride()[1:] == (d, 1):  # heads that are slices of wider rows
         outer, inner, stride = shape[0], shape[1], x.stride(0)
     else:
         x = x.contiguous()

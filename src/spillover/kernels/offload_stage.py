@@ -1,7 +1,7 @@
-"""One layer of blocks that wait in main memory, copied side by side to where attention reads them.
+"""Copies of one layer of offloaded blocks from main memory to the stage, a contiguous buffer that attention reads.
 
-Blocks pass through the stage a segment at a time. A segment is of whole splits, so that attention over segments has the
-bits of attention over resident blocks.
+Blocks pass through the stage one segment at a time. A segment consists of whole splits, so that attention over segments
+gives the same bits as attention over resident blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from spillover.kernels.kv_quant import KVCodec
 
 
 def stage_blocks(blocks: Tensor, layer: int, stage: Tensor, codec: KVCodec | None) -> None:
-    """Copy blocks [n] int64, addresses in main memory; stage [n, 2, Hk, size] on the CPU, laid out as a layer of the
-    pool. `codec`: what the blocks are narrowed with, where the pool is not."""
+    """Copy one layer of `blocks` [n] int64, addresses in main memory, to `stage` [n, 2, Hk, size] on the CPU, laid out
+    as a layer of the pool. `codec`: decodes the blocks; None if they are stored in the type of the pool."""
     library, count = native.library(), len(blocks)
     if codec is None:
         piece = stage[0].nbytes

@@ -1,4 +1,4 @@
-"""How weights become codes: scales and rounding, plain or with what is known of the inputs. Torch alone, any device."""
+"""Quantisation of weights to codes: scales and rounding, with or without statistics of the inputs, on any device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0
-DAMPING = 0.01  # of the mean diagonal of a sum of x xT, added to its diagonal
-SHRINKS = 24  # scales tried for a group, from the one that clips nothing down to `LEAST` of it
+DAMPING = 0.01  # share of the mean diagonal of a sum of x xT that is added to its diagonal
+SHRINKS = 24  # number of scales tried for a group, from the one that clips nothing down to LEAST times it
 LEAST = 0.6
-BLOCK = 128  # columns between two updates of all columns that follow
-_NUMBERS = 1 << 18  # weights that a search for scales looks at together
-_TINY = 1e-12  # a scale of a group of zeros
+BLOCK = 128  # columns that are rounded between two updates of all later columns
+_NUMBERS = 1 << 18  # weights that the search for scales processes at a time
+_TINY = 1e-12  # lower bound of scales, for groups of zeros
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Quantized:
     scales: Tensor  # [N, K / group]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Multiply in the scales' type, as compressed-tensors does."""
+        """Return the matrix in `dtype`; computed in the scales' type, as compressed-tensors does."""
         rows, groups = self.scales.shape
         wide = self.codes.to(self.scales.dtype).view(rows, groups, -1)
         return (wide * self.scales.unsqueeze(-1)).view(rows, -1).to(dtype)
 
 
 def round_to_int(weight: Tensor, bits: int, group: int, dtype: torch.dtype) -> Quantized:
-    """Round each weight [N, K] to the nearest code; scales of `dtype`, one a `group` columns, each the best of those
-    tried for the squared error."""
+    """Round each weight [N, K] to the nearest code, with scales of `dtype`, one per `group` columns, each the one with
+    the least squared error of those tried."""
     weight = weight.float()
     scales = int_scales(weight, bits, group, dtype)
     wide = scales.float().repeat_interleave(group, 1)
@@ -40,7 +40,7 @@ def round_to_int(weight: Tensor, bits: int, group: int, dtype: torch.dtype) -> Q
 
 
 def round_to_fp8(weight: Tensor, dtype: torch.dtype) -> Quantized:
-    """Round each weight [N, K] to the nearest e4m3 value; scales [N, 1] of `dtype`, the largest of a row near 448."""
+    """Round each weight [N, K] to the nearest e4m3 value; scales [N, 1] of `dtype` put a row's largest near 448."""
     weight = weight.float()
     scales = (weight.abs().amax(1, keepdim=True) / E4M3_MAX).clamp(min=_TINY).to(dtype)
     values = (weight / scales.float()).clamp(-E4M3_MAX, E4M3_MAX)
@@ -48,7 +48,7 @@ def round_to_fp8(weight: Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def int_scales(weight: Tensor, bits: int, group: int, dtype: torch.dtype, importance: Tensor | None = None) -> Tensor:
-    """Choose scales [N, K / group] for weight [N, K], the least squared error of rounding, where column k counts
+    """Return the scales [N, K / group] that round weight [N, K] with the least squared error, in which column k counts
     `importance[k]` times."""
     rows, columns = weight.shape
     if rows * columns > _NUMBERS and rows > 1:
@@ -73,11 +73,11 @@ def int_scales(weight: Tensor, bits: int, group: int, dtype: torch.dtype, import
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is known of the inputs x [K] of a weight, from the sum of x xT over those that were seen."""
+    """Statistics of the inputs x [K] of a weight, from the sum of x xT over the inputs of a calibration."""
 
-    order: Tensor  # [K]: columns, those with the largest inputs first
-    importance: Tensor  # [K]: the sum's diagonal, damped
-    factor: Tensor  # [K, K] upper U, where UT U is the inverse of the damped sum in that order
+    order: Tensor  # [K]: indices of the columns, those with the largest inputs first
+    importance: Tensor  # [K]: diagonal of the damped sum
+    factor: Tensor  # [K, K]: upper triangular U, where UT U is the inverse of the damped sum in `order`
 
     @staticmethod
     def of(total: Tensor) -> Inputs:
@@ -92,8 +92,8 @@ class Inputs:
 
 
 def compensate(weight: Tensor, inputs: Inputs, bits: int, group: int, dtype: torch.dtype) -> Quantized:
-    """Round weight [N, K] column after column, those with the largest inputs first, each time changing the columns that
-    follow so that outputs stay near: GPTQ in activation order, with the scales of the columns' own groups."""
+    """Round weight [N, K] column by column, those with the largest inputs first, and after each change the remaining
+    columns to make up for its error: GPTQ in activation order, with scales for groups of adjacent columns."""
     weight = weight.float()
     scales = int_scales(weight, bits, group, dtype, inputs.importance)
     wide = scales.float().repeat_interleave(group, 1)[:, inputs.order]
@@ -116,6 +116,6 @@ def compensate(weight: Tensor, inputs: Inputs, bits: int, group: int, dtype: tor
 
 
 def _codes(weight: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return the nearest codes, in floats."""
+    """Return the nearest codes, as floats."""
     top = 2 ** (bits - 1)
     return (weight / scales).round_().clamp_(-top, top - 1)

@@ -1,4 +1,4 @@
-"""Rotary position embedding in the half-rotation form: dimensions d and d + D/2 turn together."""
+"""Rotary position embedding in the half-rotation form: dimensions d and d + D/2 are rotated together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from spillover.kernels import native
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q [T, H, D], k [T, Hk, D] by cos and sin [P, D/2] at positions [T] -> (q, k); use only what is returned, q
-    and k themselves may have been overwritten."""
+    """Rotate q [T, H, D] and k [T, Hk, D] by cos and sin [P, D/2] at positions [T] -> (q, k). Use only the returned
+    tensors: q and k themselves may have been overwritten."""
     library = native.library()
     rows, heads, dim = q.shape
     q_stride, *q_inner = q.stride()

@@ -1,8 +1,8 @@
-// Attention of one new token a sequence over codes. As in triton/attention/ordered_decode.py a program is an item and a
-// head of keys: its GROUP queries are the columns of up to NT instructions of mma.m16n8k16.
+// Attention of one new token per sequence over KV codes. As in triton/attention/ordered_decode.py a program computes an
+// item for one KV head, whose GROUP queries are the columns of NT instructions of mma.m16n8k16.
 #include "attention_codes.cuh"
 
-constexpr int WEIGHT_ROW = TILE / 2 + 4;  // words of a row of weights; apart so that eight rows lie in other banks
+constexpr int WEIGHT_ROW = TILE / 2 + 4;  // words per row of weights, padded so that eight rows use different banks
 
 template <int NT> struct Shared {
     Tiles tiles;
@@ -27,14 +27,14 @@ DEV void attend(const Product& p, u8* room) {
         int kv_head = work % p.kv_heads;
         int row = item[0], slot = item[1], begin = item[2], end = item[3], oldest = max(item[4], 0), parts = item[5],
             part = item[6], first = item[7];
-        __syncthreads();  // what lies in shared memory was for the item before
+        __syncthreads();  // shared memory is no longer read for the previous item
         Codes codes = codes_of(p, slot, kv_head, begin, oldest, end, shared.tiles);
 
-        // Queries as float16: two neighbours along the dimension of the query that is g-th of its eight.
+        // Queries as float16: each word is two adjacent dimensions of the g-th query of each eight.
         u32 q[NT][DIM / 8];
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            int member = 8 * n + g, real = min(member, GROUP - 1);  // a load without a branch waits for none before it
+            int member = 8 * n + g, real = min(member, GROUP - 1);  // loads without branches do not wait for each other
             const u16* from = p.q + ((i64)row * p.q_stride + (kv_head * GROUP + real) * DIM + 2 * t);
 #pragma unroll
             for (int i = 0; i < DIM / 8; i++) {
@@ -43,7 +43,7 @@ DEV void attend(const Product& p, u8* room) {
             }
         }
 
-        // Of the whole, and of the piece that is being read: of queries 2 t and 2 t + 1 of each eight.
+        // Sums over all completed pieces, and over the piece being read, for queries 2 t and 2 t + 1 of each eight.
         Row whole[NT][2], piece[NT][2];
         float acc[MT][NT][4] = {}, piece_acc[MT][NT][4] = {};
 #pragma unroll
@@ -53,7 +53,7 @@ DEV void attend(const Product& p, u8* room) {
             int block = block_of(codes, start + 3 * TILE);
             float2 key_scales = codes.key_scales, value_scales = codes.value_scales;
             load_scales(codes, codes.key_scales, codes.value_scales, start + TILE, codes.next);
-            copies_wait<2>();  // all but the next keys and these values
+            copies_wait<2>();  // for these keys: the next keys and these values may be in flight
             __syncwarp();
             float scores[NT][4] = {};
             u32 keys = codes.keys + (index & 1) * (TILE * DIM) + lane * 16;
@@ -72,7 +72,7 @@ DEV void attend(const Product& p, u8* room) {
             copies_commit();
             scale_scores(scores, key_scales);
             if (start + TILE > end || start < oldest) {
-                int token = start + 16 * warp + 2 * g;  // and the next
+                int token = start + 16 * warp + 2 * g;  // first of this lane's two tokens
                 bool low = token >= oldest && token < end, high = token + 1 >= oldest && token + 1 < end;
 #pragma unroll
                 for (int n = 0; n < NT; n++)
@@ -89,8 +89,8 @@ DEV void attend(const Product& p, u8* room) {
                     for (int far = 4; far < 32; far *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, far));
                     if (g == 0) shared.top[warp][8 * n + 2 * t + j] = top;
                 }
-            copies_wait<1>();  // all but the keys after the next
-            __syncthreads();   // largest scores and values are there, and the values before have been multiplied
+            copies_wait<1>();  // for these values: only the keys after the next may be in flight
+            __syncthreads();   // largest scores and values have been stored, the previous values have been multiplied
             if (index + 1 < codes.tiles) copy_values(codes, index + 1, start + TILE, codes.next);
             copies_commit();
 
@@ -172,7 +172,7 @@ DEV void attend(const Product& p, u8* room) {
                 }
             }
         if (alone) continue;
-        __syncthreads();  // all of this program's sums are written before it says so
+        __syncthreads();  // all sums of this program are written before it increments the counter
         if (threadIdx.x == 0) {
             int* counter = p.finished + slot * p.kv_heads + kv_head;
             shared.last = count_up(counter) == parts - 1;
@@ -183,8 +183,8 @@ DEV void attend(const Product& p, u8* room) {
     }
 }
 
-// By the queries of a program, and programs that share a multiprocessor: three have more registers, four hide more
-// waits where programs are many.
+// Named by the queries of a program, and the programs per multiprocessor: three have more registers, four hide more
+// latency where there are many programs.
 KERNEL(3) attention_codes_8_3(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); attend<1>(p, room); }
 KERNEL(4) attention_codes_8_4(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); attend<1>(p, room); }
 KERNEL(3) attention_codes_16_3(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); attend<2>(p, room); }

@@ -1,4 +1,4 @@
-"""Attention over a pool of codes in CUDA C++: the same bits as Triton's kernels give, in less time."""
+"""Attention over a pool of codes in CUDA C++: the same bits as Triton's kernels, in less time."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from spillover.kernels.triton.attention.ordered_splits import PROGRAMS, TILE_QUE
 from spillover.kernels.triton.launch import early
 
 NEW_TOKENS, PROMPTS = (Path(__file__).parent / name for name in ("attention.cu", "attention_prompt.cu"))
-CAPABILITY, WGMMA_CAPABILITY = (8, 9), (9, 0)  # from there on FP8 is converted; the one with wgmma
-WITH_WGMMA = ("attention_prompt.cu", "attention_prefill.cu")
+CAPABILITY, WGMMA_CAPABILITY = (8, 9), (9, 0)  # the lowest that converts FP8; the one with wgmma
+WITH_WGMMA = ("attention_prompt.cu", "attention_prefill.cu")  # sources that need wgmma
 DIMS = (64, 128)
 BLOCKS = (16, 32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 THREADS = 128
-QUERIES = 64  # of a program of a prompt
-SHARED = {8: 36 << 10, 16: 38 << 10}  # bytes of shared memory of a program, by the queries it has room for
+QUERIES = 64  # queries of a program for prompts
+SHARED = {8: 36 << 10, 16: 38 << 10}  # bytes of shared memory of a program, by the maximum number of its queries
 PROMPT_SHARED = 60 << 10
-MANY = 1024  # programs; from there on, four and not three on a multiprocessor are faster on an H200
+MANY = 1024  # number of programs from which four per multiprocessor are faster than three on an H200
 
 
 class Form(NamedTuple):
-    """What the kernels are compiled for."""
+    """The properties that kernels are compiled for."""
 
     dim: int
-    group: int
+    group: int  # query heads per KV head
     block_size: int
     kv_dtype: str
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 class Product(ctypes.Structure):
-    """What a kernel of attention_codes.cuh takes."""
+    """The argument of the kernels of attention_codes.cuh."""
 
     _fields_ = (*((name, c_void_p) for name in ("q", "kv", "out", "sums", "stats", "finished", "items", "num_items",
                                                 "table", "sinks", "tiles", "query_start", "seq_lens", "slots")),
@@ -58,7 +58,7 @@ def attend_codes(
     q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: Tensor, block_table: Tensor, block_size: int,
     scratch: DecodeScratch, scale: float, window: int | None, sinks: Tensor | None, kv_dtype: str, requests: int,
 ) -> bool:
-    """Do what `triton.attention.ordered_decode` does; returns whether there is a kernel for it."""
+    """Compute what `triton.attention.ordered_decode` does; return False and do nothing if no kernel supports it."""
     kv_heads = kv_layer.shape[2]
     rows = next((size for size in SHARED if size * kv_heads >= q.shape[1]), None)
     module = None if rows is None else _module(NEW_TOKENS, q, kv_layer, block_size, kv_dtype)
@@ -79,7 +79,7 @@ def attend_prompts(
     slots: Tensor | None, block_table: Tensor, block_size: int, scale: float, window: int | None,
     sinks: Tensor | None, kv_dtype: str,
 ) -> bool:
-    """Do what `triton.attention.ordered_prefill` does; returns whether there is a kernel for it."""
+    """Compute what `triton.attention.ordered_prefill` does; return False and do nothing if no kernel supports it."""
     module = _module(PROMPTS, q, kv_layer, block_size, kv_dtype)
     if module is None:
         return False
@@ -115,8 +115,8 @@ def _product(q: Tensor, kv_layer: Tensor, out: Tensor, block_table: Tensor, scal
 
 @cache
 def kernels(source: Path, form: Form, device: torch.device) -> Module | None:
-    """Return the kernels of a source for a form; None where the device has none, with a line in the log where it
-    should have."""
+    """Return the kernels of a source for a form; None if the device is not supported, or, with a line in the log, if
+    they cannot be loaded."""
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)

@@ -1,36 +1,36 @@
-// Attention of one new token a sequence over 16-bit keys and values, for a step of few requests, with what comes before
-// it: norms of heads, the rotation and the store into the pool. To the bit what triton/rope_store.py and
-// triton/attention/ordered_decode.py give.
+// Attention of one new token per sequence over 16-bit keys and values, for a step of few requests, including the
+// operations before it: norms of heads, the rotation and the store into the pool. The bits are those of
+// triton/rope_store.py and triton/attention/ordered_decode.py.
 //
-// DIM, GROUP, BLOCK, BFLOAT16: as in attention_codes.cuh. A program is an item and a head of keys. There are too few
-// programs to hide each other's waits, so each has its keys and values on their way while the kernel that makes q, k and
-// v still runs. It may: no kernel of a step writes the keys of earlier tokens, the step's items or its block tables,
-// after the first that waits for all before it. Keys and values come in rounds of two tiles, 16 tokens a warp; a warp
-// multiplies its own keys, then 16 dimensions of all values. Keys and values are the left operands of mma, queries and
-// weights the right ones. Where eights of rows have room behind the queries, the new key is the row there, normed and
-// turned with them; else the warp that has its place does that.
+// DIM, GROUP, BLOCK, BFLOAT16: as in attention_codes.cuh. A program computes an item for one KV head. There are too few
+// programs to hide each other's latency, so each starts to copy keys and values while the kernel that computes q, k and
+// v still runs. That is safe: after the first kernel, which waits for all earlier ones, no kernel of a step writes the
+// keys of earlier tokens, the items or the block tables. Keys and values are copied in rounds of two tiles, 16 tokens
+// per warp; a warp multiplies its own keys, then 16 dimensions of all values. Keys and values are the left operands of
+// mma, queries and weights the right ones. If the rows of queries are no multiple of eight, the new key is the row
+// after them, normalised and rotated with them; otherwise the warp with the new token's position processes it.
 #include "instructions.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, ROUND = 16 * WARPS;
 constexpr float RAISED = 1.0f;
 #include "attention_softmax.cuh"
 
-constexpr bool ROOM = GROUP % 8;                // for the new key
-constexpr int NT = (GROUP + 7) / 8;             // eights of rows
-constexpr int WORDS = DIM / 8;                  // of a row in a lane: the n-th has 2 of dimensions 8 n to 8 n + 7
-constexpr int CHUNKS = DIM / 8;                 // of 16 bytes, of a token
-constexpr int MT = DIM <= 128 ? 1 : DIM / 128;  // tiles of 16 dimensions of a warp
-constexpr int STAGES = DIM <= 128 ? 2 : 1;      // rounds that are on their way: one is slower, at any length
-constexpr int WEIGHT_ROW = ROUND + 8;           // elements; apart so that eight rows lie in other banks
+constexpr bool ROOM = GROUP % 8;                // whether the new key fits after the queries
+constexpr int NT = (GROUP + 7) / 8;             // number of sets of eight rows
+constexpr int WORDS = DIM / 8;                  // words of a row per lane: the n-th has 2 of dimensions 8 n to 8 n + 7
+constexpr int CHUNKS = DIM / 8;                 // chunks of 16 bytes per token
+constexpr int MT = DIM <= 128 ? 1 : DIM / 128;  // tiles of 16 dimensions per warp
+constexpr int STAGES = DIM <= 128 ? 2 : 1;      // rounds in flight: one is slower, at any length
+constexpr int WEIGHT_ROW = ROUND + 8;           // elements per row, with padding so that eight rows use different banks
 
-// What the kernel takes; kernels/cuda/attention_few.py has the same.
+// Kernel arguments; must match kernels/cuda/attention_few.py.
 struct Product {
-    const u16* qkv; const u16* q_norm; const u16* k_norm;  // norms: or null
+    const u16* qkv; const u16* q_norm; const u16* k_norm;  // norms may be null
     const float* cos; const float* sin;
     u16* kv; u16* out;
     float* sums; float* stats; int* finished;  // DecodeScratch
     const int* items; const int* num_items; const int* table;
-    const void* sinks;                         // or null
+    const void* sinks;                         // may be null
     i64 row_stride, table_stride, block_stride, kv_stride, head_stride;
     float scale, eps;
     int kv_heads, window_piece, sinks_float;
@@ -44,12 +44,12 @@ struct Shared {
     alignas(16) u32 total[8 * NT][WARPS];
     bool last;
 };
-// Where the chunk of a token of a round lies, in bytes: those of eight tokens in other banks.
+// Returns the offset of a token's chunk in a round, in bytes; the same chunk of eight tokens is in different banks.
 DEV int place(int token, int chunk) { return token * (2 * DIM) + ((chunk ^ (token & 7)) << 4); }
 DEV u16 narrow(float v) { return (u16)pack(v, 0.0f); }
 DEV float add(float a, float b) { return __fadd_rn(a, b); }
 
-// Adds the words of the lane that is `FAR` from this one to its own, and leaves it KEPT of twice as many.
+// Adds words of this lane and of the lane `FAR` away, which keep KEPT sums each of twice as many words.
 template <int KEPT, int FAR> DEV void exchange(float (&v)[WORDS]) {
     bool upper = threadIdx.x & FAR;
 #pragma unroll
@@ -62,7 +62,7 @@ template <int COUNT> DEV float sum(const float* v) {
     if constexpr (COUNT == 1) return v[0];
     else return add(sum<COUNT / 2>(v), sum<COUNT / 2>(v + COUNT / 2));
 }
-// The sum of squares of the row that four lanes have, neighbours first, as triton/norm.py adds.
+// Returns the sum of squares of a row that four lanes share, neighbours first, in the order of triton/norm.py.
 DEV float sum_of_squares(const u32 (&row)[WORDS]) {
     float v[WORDS];
 #pragma unroll
@@ -102,9 +102,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
     int index = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads, heads = p.kv_heads * GROUP;
     const int* item = p.items + index * FIELDS;
     int row = item[0], slot = item[1], begin = item[2], end = item[3], oldest = max(item[4], 0), parts = item[5],
-        part = item[6], first = item[7], position = item[9] - 1;  // of the new token
+        part = item[6], first = item[7], position = item[9] - 1;  // position: of the new token
     if (index >= *p.num_items) {
-        if (blockIdx.x == 0) wait_before();  // a kernel has not ended before the one ahead of it has
+        if (blockIdx.x == 0) wait_before();  // this kernel must not complete before the previous one
         return;
     }
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
@@ -112,7 +112,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
     u16* slab = p.kv + kv_head * p.head_stride;
     u32 keys = shared_address(shared.keys[0]), values = shared_address(shared.values[0]);
     auto block_at = [&](int n) { return slab + (u32)table[min(max(n / BLOCK, oldest / BLOCK), (end - 1) / BLOCK)] * p.block_stride; };
-    // Sends for this warp's tokens of a round; the new one's place is left.
+    // Starts the copies of this warp's tokens of a round, except for the new token.
     auto send = [&](int round, const u16* block) {
         int start = begin + round * ROUND + 16 * warp;
         const u16* from = block + (start % BLOCK * DIM + lane * 8);
@@ -181,7 +181,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
         turn_row(key, cos, sin);
     }
 
-    // Of the whole, and of the piece that is being read: of queries 2 t and 2 t + 1 of each eight.
+    // Sums over all completed pieces, and over the piece being read, for queries 2 t and 2 t + 1 of each eight.
     Row whole[NT][2], piece[NT][2];
     float acc[MT][NT][4] = {}, piece_acc[MT][NT][4] = {};
 #pragma unroll
@@ -189,7 +189,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
     float factor = multiply(p.scale, LOG2E);
     for (int round = 0, start = begin; start < end; round++, start += ROUND) {
         u32 at = round % STAGES * (ROUND * DIM * 2);
-        copies_wait<2 * STAGES - 1>();  // this round's keys are there
+        copies_wait<2 * STAGES - 1>();  // this round's keys have been copied
         __syncwarp();
         if (owner && start + ROUND > position) {
             int token = position - start;
@@ -225,7 +225,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
                 for (int far = 4; far < 32; far *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, far));
                 if (g == 0) shared.top[8 * n + 2 * t + j][warp] = top;
             }
-        copies_wait<2 * STAGES - 2>();  // and its values
+        copies_wait<2 * STAGES - 2>();  // this round's values have been copied
         __syncthreads();
 
         bool begins[2] = {piece_begins(start, p.window_piece), piece_begins(start + TILE, p.window_piece)};
@@ -292,7 +292,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
             }
         }
         if (start + ROUND < end) {
-            __syncthreads();  // what this round's copies and sums were for is done
+            __syncthreads();  // this round's copies and sums are no longer read
             send(round + STAGES, block_at(start + STAGES * ROUND + 16 * warp));
         }
     }
@@ -321,7 +321,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_few(const __g
             }
         }
     if (alone) return;
-    __syncthreads();  // all of this program's sums are written before it says so
+    __syncthreads();  // all sums of this program are written before it increments the counter
     if (threadIdx.x == 0) {
         int* counter = p.finished + slot * p.kv_heads + kv_head;
         shared.last = count_up(counter) == parts - 1;

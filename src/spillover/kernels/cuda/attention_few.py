@@ -1,5 +1,5 @@
-"""Attention of few requests with one new token each, and the norms, the rotation and the store before it, in one
-kernel: the same bits as Triton's kernels give, in less time."""
+"""Attention of a few requests with one new token each, with the norms, rotary embedding and store of KV before it, in
+one kernel: the same bits as Triton's kernels, in less time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from spillover.kernels.triton.attention.ordered_splits import PROGRAMS, window_p
 from spillover.kernels.triton.launch import early
 
 SOURCE = Path(__file__).parent / "attention_few.cu"
-REQUESTS = 2  # most that are few: of more, programs hide each other's waits
+REQUESTS = 2  # maximum number of requests: with more, programs hide each other's latency
 DIMS = (64, 128, 256)
-THREADS, ROUND = 256, 128
-MOST_GROUP = 16  # queries that share a key
+THREADS, ROUND = 256, 128  # threads of a program, keys of a round
+MOST_GROUP = 16  # maximum number of query heads that share a KV head
 
 
 class Product(ctypes.Structure):
-    """What the kernel takes."""
+    """The argument of the kernel."""
 
     _fields_ = (*((name, c_void_p) for name in ("qkv", "q_norm", "k_norm", "cos", "sin", "kv", "out", "sums", "stats",
                                                 "finished", "items", "num_items", "table", "sinks")),
@@ -34,7 +34,7 @@ class Product(ctypes.Structure):
 
 
 def shared_bytes(dim: int, group: int) -> int:
-    """Return the shared memory of a program: rounds of keys and values, weights, and sums of warps."""
+    """Return the bytes of shared memory of a program: rounds of keys and values, weights, and sums of warps."""
     rounds, rows = 2 if dim <= 128 else 1, -(-group // 8) * 8
     return rounds * ROUND * dim * 4 + rows * (2 * (ROUND + 8) + 2 * 4 * THREADS // 32) + 128
 
@@ -53,8 +53,8 @@ def attend_few(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor | None:
-    """Norm, rotate, store and attend, qkv [T, H + 2 Hk, D] of requests with one new token each -> [T, H, D]; keys and
-    values are stored. None, and nothing done, where there is no kernel for it."""
+    """Norm, rotate, store keys and values, and attend, for qkv [T, H + 2 Hk, D] of requests with one new token each ->
+    [T, H, D]. Return None and do nothing if no kernel supports it."""
     work, (rows, _, dim), kv_heads = batch.work, qkv.shape, kv_layer.shape[2]
     group = num_heads // kv_heads
     if not (rows <= REQUESTS and batch.cold is None and work is not None and work.splits is not None

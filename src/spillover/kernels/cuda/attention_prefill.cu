@@ -1,41 +1,41 @@
 // Attention of a prompt over 16-bit keys and values, for compute capability 9.0, in the order of sums of
-// triton/attention/softmax.py: to the bit what triton/attention/ordered_prefill.py gives.
+// triton/attention/softmax.py, with the same bits as triton/attention/ordered_prefill.py.
 //
-// DIM, GROUP, BLOCK, BFLOAT16: as in attention_codes.cuh. A program is 128 queries of one head, as keys and values for 64
-// would come through the cache more slowly than they are multiplied. One warp copies tiles of keys and values, STAGES
-// ahead; each of two warpgroups multiplies them with 64 queries. While it takes the powers of a tile's scores, the tensor
-// cores multiply the weights of the tile before with its values, and what the other warpgroup has for them.
+// DIM, GROUP, BLOCK, BFLOAT16: as in attention_codes.cuh. A program computes 128 queries of one head: with 64, keys and
+// values would come through the cache more slowly than they are multiplied. One warp copies tiles of keys and values,
+// STAGES ahead; each of two warpgroups multiplies them with 64 queries. While a warpgroup computes the exponentials of
+// a tile's scores, the tensor cores multiply its previous tile's weights with values, and work for the other warpgroup.
 #include "instructions.cuh"
 
-constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;  // registers are given away by warpgroups
+constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;  // registers can be released only by whole warpgroups
 constexpr float RAISED = 1.0f;
 #include "attention_softmax.cuh"
 
-constexpr int QUERIES = 64, STAGES = 4;        // queries of a warpgroup
-constexpr int HALF = TILE * 128;               // bytes of 64 dimensions of a tile: rows of 128 bytes, swizzled
-constexpr int BYTES = DIM / 64 * HALF;         // of a tile
-constexpr int RUN = BLOCK < TILE ? BLOCK : TILE;  // tokens of a tile that lie in one block
-constexpr int BOXES = TILE / RUN * (DIM / 64);    // that a tile is copied in, a lane each
+constexpr int QUERIES = 64, STAGES = 4;        // QUERIES: queries per warpgroup
+constexpr int HALF = TILE * 128;               // bytes of 64 dimensions of a tile: swizzled rows of 128 bytes
+constexpr int BYTES = DIM / 64 * HALF;         // bytes per tile
+constexpr int RUN = BLOCK < TILE ? BLOCK : TILE;  // tokens of a tile that are in one block
+constexpr int BOXES = TILE / RUN * (DIM / 64);    // boxes in which a tile is copied, one per lane
 
-// What the kernel takes; kernels/cuda/attention_prefill.py has the same.
+// Kernel arguments; must match kernels/cuda/attention_prefill.py.
 struct Product {
     Map kv;  // the pool as rows of DIM elements
     const u16* q; u16* out;
-    const int* table; const void* sinks;                                              // sinks: or null
-    const int* tiles; const int* query_start; const int* seq_lens; const int* slots;  // slots: or null
+    const int* table; const void* sinks;                                              // sinks may be null
+    const int* tiles; const int* query_start; const int* seq_lens; const int* slots;  // slots may be null
     i64 q_stride, table_stride;
-    int block_rows, kv_rows, head_rows;  // rows of the pool from one to the next
+    int block_rows, kv_rows, head_rows;  // strides in rows of the pool
     float scale;
     int programs, kv_heads, window, window_piece, sinks_float;
 };
 
 struct Shared {
-    alignas(1024) u8 q[CONSUMERS / 128][DIM / 64][QUERIES * 128];  // rows as those of tiles
+    alignas(1024) u8 q[CONSUMERS / 128][DIM / 64][QUERIES * 128];  // rows have the layout of those of tiles
     alignas(1024) u8 keys[STAGES][BYTES];
     alignas(1024) u8 values[STAGES][BYTES];
-    u64 full[2][STAGES], empty[2][STAGES];  // of keys, of values
+    u64 full[2][STAGES], empty[2][STAGES];  // [0] for keys, [1] for values
 };
-struct Ring {  // barriers of the i-th tile
+struct Ring {  // the barriers of the stages of keys or values; tile i uses stage i % STAGES
     u32 full, empty;
     __device__ __forceinline__ void wait_full(int i) const { await(full + 8 * (i % STAGES), i / STAGES & 1); }
     __device__ __forceinline__ void wait_empty(int i) const { await(empty + 8 * (i % STAGES), i / STAGES & 1 ^ 1); }
@@ -50,7 +50,7 @@ DEV Keys keys_of(const Product& p, int position, int queries, int length) {
     return {begin, oldest, end, (end - begin + TILE - 1) / TILE};
 }
 
-// Sends for the tiles, one after another.
+// Starts the copies of the tiles, one after another.
 DEV void copy_tiles(const Product& p, Shared& shared, const int* table, int kv_head, const Keys& keys, Ring ring_keys, Ring ring_values) {
     int lane = threadIdx.x & 31, box = lane % BOXES, run = box / (DIM / 64), half = box % (DIM / 64);
     bool copies_keys = lane < BOXES, copies_values = lane >= BOXES && lane < 2 * BOXES;
@@ -90,7 +90,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_prefill(const
     launch_dependents();
     wait_before();
     int heads = p.kv_heads * GROUP, head = blockIdx.x % heads, tile = p.programs / heads - 1 - blockIdx.x / heads;
-    // The last rows of a prompt, which take longest, are first.
+    // The last rows of a prompt take longest, so they are started first.
     int request = uniform(p.tiles[2 * tile]), offset = uniform(p.tiles[2 * tile + 1]);
     int begin = uniform(p.query_start[request]), count = uniform(p.query_start[request + 1]) - begin, length = uniform(p.seq_lens[request]);
     if (offset >= count) return;
@@ -146,7 +146,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_prefill(const
             int start = keys.begin + i * TILE;
             ring_values.wait_full(i);
             u8* stage = shared.values[i % STAGES];
-            if (start < keys.oldest || start + TILE > keys.end) {  // a weight of zero times what lies there may be no number
+            if (start < keys.oldest || start + TILE > keys.end) {  // others are cleared, as 0 times them may be NaN
                 for (int unit = threadIdx.x % 128; unit < BYTES / 16; unit += 128) {
                     int token = start + unit / 8 % TILE;
                     if (token < keys.oldest || token >= keys.end) *(uint4*)(stage + 16 * unit) = make_uint4(0, 0, 0, 0);
@@ -161,7 +161,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_prefill(const
                 wgmma<BFLOAT16, DIM / 8, true>(piece_acc, weights[k][0], weights[k][1], weights[k][2], weights[k][3], operand + k * 2048 / 16, 1);
             wgmma_commit();
         };
-        // Makes weights of scores, and what sums so far are to be multiplied by.
+        // Turns scores into weights, and sets `shrink`, the factors of the sums so far.
         auto take_scores = [&](int i) {
             int start = keys.begin + i * TILE;
             begins = piece_begins(start, p.window_piece);
@@ -181,7 +181,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_prefill(const
                 for (int n = 1; n < TILE / 8; n++) top[j] = fmaxf(top[j], fmaxf(scores[n][2 * j], scores[n][2 * j + 1]));
             }
 #pragma unroll
-            for (int far = 1; far < 4; far *= 2)  // of four lanes, which have a row
+            for (int far = 1; far < 4; far *= 2)  // over the four lanes that share a row
 #pragma unroll
                 for (int j = 0; j < 2; j++) top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], far));
             if (begins) change[0] = add_row(whole[0], piece[0]), change[1] = add_row(whole[1], piece[1]);
@@ -197,9 +197,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attention_prefill(const
 #pragma unroll
                 for (int j = 0; j < 4; j++) scores[n][j] = power_in_order(multiply_add(scores[n][j], factor, -base[j / 2]));
             piece[0].highest = top[0], piece[1].highest = top[1];
-            part_ways(scores[TILE / 8 - 1][3] == 3.0f);  // a power is at most one
+            part_ways(scores[TILE / 8 - 1][3] == 3.0f);  // never true: a power is at most one
         };
-        // Adds the weights of a tile, of which four lanes have a row.
+        // Adds the weights of a tile; four lanes share a row.
         auto add_weights = [&] {
 #pragma unroll
             for (int far = 1; far < 4; far *= 2)

@@ -1,4 +1,4 @@
-"""Attention of prompts over 16-bit keys and values in CUDA C++: the same bits as by Triton's kernel, in less time."""
+"""Attention of prompts over 16-bit keys and values in CUDA C++: the same bits as Triton's kernel, in less time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from spillover.kernels.triton.attention.ordered_splits import TILE, TILE_QUERIES
 
 SOURCE = Path(__file__).parent / "attention_prefill.cu"
 THREADS, STAGES = 384, 4
-DIM = 128  # of a head: of smaller ones the powers take longer than the products, and Triton has more programs for them
+DIM = 128  # head dimension: with smaller ones exponentials take longer than products, and Triton has more programs
 SHARED = (TILE_QUERIES + STAGES * 2 * TILE) * DIM * 2 + 1024  # bytes of queries, tiles of keys and values, and barriers
 
 
 class Product(ctypes.Structure):
-    """What the kernel takes."""
+    """The argument of the kernel."""
 
     _fields_ = (("kv", Map),
                 *((name, c_void_p) for name in ("q", "out", "table", "sinks", "tiles", "query_start", "seq_lens",
@@ -35,7 +35,7 @@ def attend_prefill(
     slots: Tensor | None, block_table: Tensor, block_size: int, scale: float, window: int | None,
     sinks: Tensor | None, kv_dtype: str,
 ) -> bool:
-    """Do what `triton.attention.ordered_prefill` does; returns whether there is a kernel for it."""
+    """Compute what `triton.attention.ordered_prefill` does; return False and do nothing if no kernel supports it."""
     (_, heads, dim), (blocks, _, kv_heads, _), strides = q.shape, kv_layer.shape, kv_layer.stride()
     programs = tiles.shape[0] * heads
     if (kv_dtype != "auto" or dim != DIM or block_size not in BLOCKS or q.dtype not in DTYPES

@@ -1,9 +1,9 @@
-// Attention of a prompt over codes: a program is 64 queries of one head. Its four warps multiply with wgmma; scores
-// [keys, queries] have queries as columns, and what belongs to a column (its largest score, its weights) is kept by
-// threads 0 to 63.
+// Attention of a prompt over KV codes: a program (block of threads) computes 64 queries of one head. Its four warps
+// multiply with wgmma. Queries are the columns of scores [keys, queries]; threads 0 to 63 each keep the values of one
+// column, its largest score and the sum of its weights.
 #include "attention_codes.cuh"
 
-constexpr int QUERIES = 64, PARTS = 2;  // PARTS: of a tile of 128 queries
+constexpr int QUERIES = 64, PARTS = 2;  // PARTS: programs per tile of 128 queries
 constexpr int NT = QUERIES / 8;
 struct Shared {
     alignas(1024) u8 q[DIM / 64][QUERIES * 128];  // float16 [QUERIES][64], units of 16 bytes swizzled
@@ -13,7 +13,7 @@ struct Shared {
     u32 total[WARPS][QUERIES];
     float base[QUERIES], shrink[QUERIES], mine[QUERIES], theirs[QUERIES];
 };
-// Of 16 values of each lane the combinations over the eight lanes with the same t: lane 4 g + t has those of 2 g, 2 g + 1.
+// Combines each of a lane's 16 values over the eight lanes with the same t; lane 4 g + t gets results 2 g and 2 g + 1.
 template <int KEPT = 8, class T, class F>
 DEV void combine(T (&v)[16], F f) {
     bool upper = threadIdx.x & 2 * KEPT;
@@ -31,7 +31,7 @@ KERNEL(2) attention_codes_prompt(const __grid_constant__ Product p) {
     Shared& shared = *(Shared*)room;
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane & 3, column = threadIdx.x;
     int heads = p.kv_heads * GROUP, head = blockIdx.x % heads, kv_head = head / GROUP;
-    int part = p.programs / heads - 1 - blockIdx.x / heads;  // the last rows of a prompt, which take longest, are first
+    int part = p.programs / heads - 1 - blockIdx.x / heads;  // a prompt's last rows take longest and start first
     launch_dependents();
     wait_before();
     int request = p.tiles[part / PARTS * 2], offset = p.tiles[part / PARTS * 2 + 1] + part % PARTS * QUERIES;
@@ -51,11 +51,11 @@ KERNEL(2) attention_codes_prompt(const __grid_constant__ Product p) {
     }
     shared_is_ready();
     __syncthreads();
-    // Rows of 128 bytes, eight of them 1,024 bytes apart from the next, swizzled.
+    // Descriptors of swizzled rows of 128 bytes, in groups of eight rows that are 1,024 bytes apart.
     constexpr u64 ROWS = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16;
     u64 query_table = ROWS | shared_address(shared.q[0]) >> 4, weight_table = ROWS | shared_address(shared.weights) >> 4;
 
-    Row whole = {NOTHING, 0}, piece = whole;  // of this thread's column
+    Row whole = {NOTHING, 0}, piece = whole;  // sums of this thread's column
     float acc[MT][NT][4] = {}, piece_acc[MT][NT][4] = {};
     auto add_piece = [&]() {
 #pragma unroll
@@ -74,7 +74,7 @@ KERNEL(2) attention_codes_prompt(const __grid_constant__ Product p) {
         int block = block_of(codes, start + 3 * TILE);
         float2 key_scales = codes.key_scales, value_scales = codes.value_scales;
         load_scales(codes, codes.key_scales, codes.value_scales, start + TILE, codes.next);
-        copies_wait<2>();  // all but the next keys and these values
+        copies_wait<2>();  // for these keys: the next keys and these values may be in flight
         __syncwarp();
         float scores[NT][4];
         u32 keys = codes.keys + (index & 1) * (TILE * DIM) + lane * 16;
@@ -82,7 +82,7 @@ KERNEL(2) attention_codes_prompt(const __grid_constant__ Product p) {
 #pragma unroll
         for (int i = 0; i < DIM / 32; i++) {
             uint4 r = load_transposed(keys + i * 512);
-            if (i >= 2) wgmma_wait<1>();  // what was spread two turns ago is not needed any more
+            if (i >= 2) wgmma_wait<1>();  // frees the operands of two iterations ago
             u32(&b)[8] = a[i & 1];
             spread(b, r);
             u64 at = query_table + (i / 2 * (QUERIES * 128) + i % 2 * 64) / 16;
@@ -96,7 +96,7 @@ KERNEL(2) attention_codes_prompt(const __grid_constant__ Product p) {
         copies_commit();
         wgmma_ends<NT>(scores);
         scale_scores(scores, key_scales);
-        int token = start + 16 * warp + 2 * g;  // and the next
+        int token = start + 16 * warp + 2 * g;  // first of this lane's two tokens
         if (start + TILE > position + 1 || p.window) {
 #pragma unroll
             for (int n = 0; n < NT; n++)
@@ -114,8 +114,8 @@ KERNEL(2) attention_codes_prompt(const __grid_constant__ Product p) {
         for (int i = 0; i < 16; i++) tops[i] = fmaxf(scores[i / 2][i % 2], scores[i / 2][2 + i % 2]);
         combine(tops, [](float a, float b) { return fmaxf(a, b); });
         *(float2*)&shared.top[warp][8 * g + 2 * t] = make_float2(tops[0], tops[1]);
-        copies_wait<1>();  // all but the keys after the next
-        __syncthreads();   // largest scores and values are there
+        copies_wait<1>();  // for these values: only the keys after the next may be in flight
+        __syncthreads();   // largest scores and values have been stored
         if (index + 1 < codes.tiles) copy_values(codes, index + 1, start + TILE, codes.next);
         copies_commit();
         bool begins = piece_begins(start, p.window_piece);

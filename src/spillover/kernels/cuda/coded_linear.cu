@@ -1,61 +1,61 @@
-// Products with integer weights kept in codes, for compute capability 9.0: w = scale * (code - zero) + offset.
+// Products with integer weights stored as codes, for compute capability 9.0: w = scale * (code - zero) + offset.
 //
-// A tile is 16 channels by a step of 128 inputs, in one piece: codes, then scales (kernels/cuda/coded_linear.py packs
-// it). A lane's 32-bit words of codes are its left operands of mma.m16n8k16: one word for 16 inputs of 4 bits, two of 8.
-// Codes less their zeros are small integers, exact in bfloat16 and float16. The inputs of a group (128 / GROUPS of them,
-// or the whole step) are summed from nothing and added to the sum of a chunk times the group's scale, in float32; a
-// chunk is some steps, and sums of chunks are added in their order. Chunks are a constant of the matrix, so which warps
-// take them makes no difference to the bits, nor does the number of rows of x, nor whether mma or wgmma multiplies.
+// A tile is 16 channels by a step of 128 inputs, contiguous: codes, then scales (kernels/cuda/coded_linear.py packs
+// it). A lane's 32-bit words of codes are its left operands of mma.m16n8k16: one word for 16 inputs of 4 bits, two for
+// 8. Codes less their zeros are small integers, exact in bfloat16 and float16. The inputs of a group (128 / GROUPS, or
+// the whole step) are summed from zero and, times the group's scale, added to the sum of a chunk in float32. A chunk is
+// a number of steps, and sums of chunks are added in order. Chunks are a constant of the matrix, so the bits do not
+// depend on which warps compute them, on the number of rows of x, or on whether mma or wgmma multiplies.
 //
-// Defined when this is compiled: BITS of a code, GROUPS of a step (1, 2, 4 or 8), SCALES (below), ZEROS (a byte for every
-// channel and group; else the zero is half the range of a code), MIDDLE (the number, of those that offsets are added to,
-// that has the code at half the range), X_BF16 (else x is float16).
+// Defined at compilation: BITS per code, GROUPS per step (1, 2, 4 or 8), SCALES (below), ZEROS (a byte per channel and
+// group; otherwise the zero is half the range of a code), MIDDLE (where offsets exist, the number that a code at half
+// of its range stands for), X_BF16 (otherwise x is float16).
 #include "instructions.cuh"
 
 enum { HALF, BFLOAT, SINGLE, PAIR, SUPER, SIGNED };  // SCALES
 constexpr bool OFFSETS = SCALES == PAIR || SCALES == SUPER;
 constexpr int STEP = 128;
-constexpr int VECTORS = BITS / 2;  // of 16 bytes, that a lane has of a tile's codes
+constexpr int VECTORS = BITS / 2;  // vectors of 16 bytes per lane in the codes of a tile
 constexpr int CODE_BYTES = VECTORS * 512;
-// For a pair of channels of a group: two scales; or two of (scale, offset), float16; or two of (scale, offset) as bytes,
-// whose factors are two of (scale, offset) for the pair's step, float16; or two scales as signed bytes, likewise.
+// Bytes per pair of channels and group: two scales; or two float16 (scale, offset); or two (scale, offset) as bytes,
+// with float16 factors, two (scale, offset), for the pair's step; or two signed bytes as scales, likewise.
 constexpr int PAIR_BYTES = SCALES == SINGLE || SCALES == PAIR ? 8 : SCALES == SIGNED ? 2 : 4;
 constexpr int FACTOR_BYTES = SCALES == SUPER ? 64 : SCALES == SIGNED ? 32 : 0;
 constexpr int ZEROS_AT = CODE_BYTES + FACTOR_BYTES + GROUPS * 8 * PAIR_BYTES;
 constexpr int TILE = ZEROS_AT + (ZEROS ? GROUPS * 16 : 0);
-constexpr int CHUNKS = 8;  // at most
+constexpr int CHUNKS = 8;  // maximum number of chunks
 
-// What a kernel takes; kernels/cuda/coded_linear.py has the same.
+// Kernel arguments; must match kernels/cuda/coded_linear.py.
 struct Product {
     Map map;            // x as [depth / 64][rows][64]
     const u16* x;       // [rows][depth], rows x_stride elements apart
     const u8* tiles;    // [channels / 16][steps][TILE]
     const u16* bias;    // [channels], or null
-    float* sums;        // of x over groups, [steps][GROUPS][sums_row]: with OFFSETS
+    float* sums;        // sums of x over groups, [steps][GROUPS][sums_row]; used with OFFSETS
     u16* out;
     i64 x_stride;
-    int rows, channels, steps, chunk, sums_row, stages;  // chunk: steps of one
-    int halves, gated;  // a pair of channels has one of each half; out is silu(first half) * second half
-    int spread;         // blocks of a cluster, that share the chunks of a tile: 1, 2, 4 or 8
+    int rows, channels, steps, chunk, sums_row, stages;  // chunk: steps per chunk
+    int halves, gated;  // pairs have a channel of each half; gated: out is silu(first half) * second half
+    int spread;         // blocks per cluster, which share the chunks of a tile: 1, 2, 4 or 8
 };
 
 DEV float low_number(u32 v) { return X_BF16 ? __uint_as_float(v << 16) : from_half(v & 0xFFFF); }
 DEV u32 rounded(float low, float high) { return X_BF16 ? to_bf16x2(low, high) : to_half2(low, high); }
 DEV u32 word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
 
-// Two numbers made of a code: 128 + code in bfloat16, 1024 + code in float16.
+// Bits of two numbers to which codes are added: 128 + code in bfloat16, 1024 + code in float16.
 constexpr u32 BASE = X_BF16 ? 0x43004300u : 0x64006400u;
 DEV u32 masked(u32 codes, u32 mask) { return and_or(codes, mask, BASE); }
 DEV u32 add2(u32 a, u32 b) { return X_BF16 ? fma_bf16x2(a, 0x3F803F80u, b) : hadd2(a, b); }
 
-// A group's numbers for a lane's two channels: what is added to its codes' numbers, scales and offsets.
+// A group's numbers for a lane's two channels: `less`, which is added to BASE plus the codes, scales and offsets.
 struct Group { u32 less[2]; float scale[2], offset[2]; };
 DEV u32 less_zero(u32 zero) {
     if (X_BF16 && BITS == 8) return rounded(128.0f - (float)zero, 128.0f - (float)zero);  // see operand
     return (BASE | 0x80008000u) | zero * 0x00010001u;
 }
-// factor * (byte `which` of a word), exact as float16 times 8 bits fits into float32: the byte becomes the low bits of 2**23,
-// which the sum takes away again. SIGNED bytes become 128 more by their top bit.
+// Returns factor * (byte `which` of a word), exact as float16 times 8 bits fits into float32: the byte becomes the low
+// bits of 2**23, which the sum subtracts again. Flipping the top bit of SIGNED bytes raises them by 128.
 DEV float times_byte(float factor, u32 word, int which) {
     constexpr float LARGE = 8388608.0f;
     if (SCALES == SIGNED) word ^= 0x80808080u;
@@ -66,7 +66,7 @@ DEV Group read_group(const u8* tile, int group, int g) {
     Group r;
     const u8* at = tile + CODE_BYTES + FACTOR_BYTES + (group * 8 + g) * PAIR_BYTES;
     u32 zeros = ZEROS ? *(const u16*)(tile + ZEROS_AT + (group * 8 + g) * 2) : 0;
-    uint2 two = make_uint2(0, 0), factors = make_uint2(0, 0);  // of the lane's first channel, and of its second
+    uint2 two = make_uint2(0, 0), factors = make_uint2(0, 0);  // .x: the lane's first channel, .y: its second
     if (SCALES == SINGLE || SCALES == PAIR) two = *(const uint2*)at;
     else if (SCALES == SUPER) two.x = *(const u32*)at, factors = *(const uint2*)(tile + CODE_BYTES + g * 8);
     else if (SCALES == SIGNED) two.x = *(const u16*)at, factors.x = *(const u32*)(tile + CODE_BYTES + g * 4);
@@ -83,13 +83,13 @@ DEV Group read_group(const u8* tile, int group, int g) {
         if (SCALES == SUPER)
             r.scale[i] = times_byte(from_half(factor & 0xFFFF), two.x, 2 * i), r.offset[i] = times_byte(from_half(factor >> 16), two.x, 2 * i + 1);
         if (SCALES == SIGNED) r.scale[i] = times_byte(from_half(factors.x >> 16 * i & 0xFFFF), two.x, i);
-        // Codes are taken from half of their range, and the offset with them.
+        // Codes are relative to half of their range, so the offset is moved accordingly.
         if (OFFSETS) r.offset[i] = fmaf(r.scale[i], (float)MIDDLE, r.offset[i]);
     }
     return r;
 }
 
-// The left operand of the step's j-th 16 inputs: rows g and g + 8 of inputs 2 t and of 8 + 2 t, two of each.
+// Makes the left operand of the step's j-th 16 inputs: rows g and g + 8, two inputs from 2 t and two from 8 + 2 t on.
 DEV void operand(u32 (&a)[4], const uint4 (&v)[VECTORS], int j, const Group& group) {
     if constexpr (BITS == 4) {
         u32 w = word_of(v[j / 4], j % 4);
@@ -100,7 +100,7 @@ DEV void operand(u32 (&a)[4], const uint4 (&v)[VECTORS], int j, const Group& gro
         for (int i = 0; i < 4; i++) {
             u32 w = word_of(v[j / 2], j % 2 * 2 + i / 2) >> 8 * (i & 1);
             if constexpr (X_BF16) {
-                // The top bit comes off by itself: 128 + low, less 256 or 128, is the code less 128.
+                // The top bit is handled separately: 128 + low bits, less 256 or 128, is the code less 128.
                 a[i] = fma_bf16x2((w & 0x00800080u) ^ 0x43804380u, 0xBF80BF80u, masked(w, 0x007F007Fu));
                 if (ZEROS) a[i] = add2(a[i], group.less[i & 1]);
             } else {
@@ -114,11 +114,11 @@ DEV void read_codes(uint4 (&v)[VECTORS], u32 tile) {
     for (int i = 0; i < VECTORS; i++) v[i] = load_shared(tile + (i * 32 + (threadIdx.x & 31)) * 16);
 }
 
-DEV float gate(float first, float second) {  // rounded where products and activation are kernels of their own
+DEV float gate(float first, float second) {  // rounded as when products and activation are separate kernels
     first = low_number(rounded(first, 0)), second = low_number(rounded(second, 0));
     return low_number(rounded(first * (1.0f / (1.0f + fast_exp(-first))), 0)) * second;
 }
-// A lane's sums of eight rows by a strip of 16 channels: of row 2 t, row 2 t + 1, then the same of its second channel.
+// Stores a lane's sums of eight rows by a strip of 16 channels: rows 2 t and 2 t + 1, then those of its second channel.
 DEV void store_sums(const Product& p, const float* c, int strip, int row) {
     int lane = threadIdx.x & 31, g = lane / 4, t = lane & 3, half = p.channels / 2;
     int first = p.halves ? strip * 8 + g : strip * 16 + 2 * g, second = p.halves ? first + half : first + 1;
@@ -139,7 +139,7 @@ DEV void store_sums(const Product& p, const float* c, int strip, int row) {
 
 #define KERNEL(THREADS, BLOCKS) extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void
 
-// Adds the sums of a group's codes times x, and of x, to those of a chunk.
+// Adds a group's sums of codes times x (dot), and of x (sums), to those of a chunk.
 DEV void add_group(float (&acc)[4], const float (&dot)[4], const Group& group, float2 sums) {
 #pragma unroll
     for (int e = 0; e < 4; e++) {
@@ -148,7 +148,7 @@ DEV void add_group(float (&acc)[4], const float (&dot)[4], const Group& group, f
     }
 }
 
-// Sums of x over groups, by the instruction that a few rows have them from: a warp 8 rows of a step.
+// Sums x over groups, by the same instruction as few_rows uses: one warp per 8 rows of a step.
 KERNEL(128, 8) group_sums(const __grid_constant__ Product p) {
     int lane = threadIdx.x & 31, g = lane / 4, t = lane & 3, unit = blockIdx.x * 4 + threadIdx.x / 32;
     int step = unit % p.steps, row = unit / p.steps * 8;
@@ -169,14 +169,14 @@ KERNEL(128, 8) group_sums(const __grid_constant__ Product p) {
     }
 }
 
-// Up to 8 NT rows: a block has WC strips of 16 channels, a warp each, and WK teams of such warps along the inputs. A
-// team has a ring of stages, each TURN steps' rows of x (boxes of 64 columns, swizzled) and tiles; sums of chunks meet in
-// shared memory.
-constexpr int TURN = 2;  // a chunk is whole turns
+// Multiplies up to 8 NT rows: a block has WC strips of 16 channels, one warp each, and WK teams of such warps along the
+// inputs. A team has a ring of stages, each with the rows of x (boxes of 64 columns, swizzled) and tiles of TURN steps;
+// sums of chunks are combined in shared memory.
+constexpr int TURN = 2;  // steps per stage; a chunk is a multiple of it
 template <int NT, int WC, int WK>
 DEV void few_rows(const Product& p, u8* room) {
     constexpr int ROWS = NT * 8;
-    constexpr bool OWN_SUMS = OFFSETS && NT == 1;  // else group_sums has made them
+    constexpr bool OWN_SUMS = OFFSETS && NT == 1;  // otherwise group_sums has computed them
     constexpr int SUMS = OFFSETS && !OWN_SUMS ? GROUPS * ROWS * 4 : 0, STRIP = TURN * TILE, TILES = WC * STRIP + TURN * SUMS;
     constexpr u32 ONES = X_BF16 ? 0x3F803F80u : 0x3C003C00u;
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, team = warp / WC, member = warp % WC, stages = p.stages;
@@ -210,7 +210,7 @@ DEV void few_rows(const Product& p, u8* room) {
     auto bring_x = [&](int i, int stage) {
         copy_box(xs + stage * x_bytes, p.map, row, (begin + i) * 2, full + stage * 8);
         if (SUMS)
-            for (int g = 0; g < TURN * GROUPS; g++)  // there is a turn's room behind the last
+            for (int g = 0; g < TURN * GROUPS; g++)  // memory for a whole turn exists after the last step
                 copy_range(ring + stage * TILES + WC * STRIP + g * ROWS * 4,
                            p.sums + (i64)((begin + i) * GROUPS + g) * p.sums_row + row, ROWS * 4, full + stage * 8);
     };
@@ -223,7 +223,7 @@ DEV void few_rows(const Product& p, u8* room) {
         for (int i = 0; i < stages && i * TURN < steps; i++) bring_x(i * TURN, i);
 
     float acc[NT][4] = {}, total[NT][4] = {};
-    // Where a lane finds its rows of the matrices that x is, in each box; rows past the last are the last again.
+    // Offset of a lane's row of the matrices of x in each box; rows past the end repeat the last row.
     constexpr int BOXES = NT == 1 ? 2 * TURN : 1;
     u32 rows_at[NT][BOXES];
 #pragma unroll
@@ -255,7 +255,7 @@ DEV void few_rows(const Product& p, u8* room) {
                 for (int j = group * (8 / GROUPS); j < (group + 1) * (8 / GROUPS); j += 2) {
                     u32 a[4], b[4];
                     operand(a, v, j, numbers);
-                    if (GROUPS < 8) operand(b, v, j + 1, numbers);  // else in the next group
+                    if (GROUPS < 8) operand(b, v, j + 1, numbers);  // otherwise it belongs to the next group
 #pragma unroll
                     for (int n = 0; n < NT; n++) {
                         int in = turn * 2 + j / 4;
@@ -285,7 +285,7 @@ DEV void few_rows(const Product& p, u8* room) {
             if (leads && next < steps) bring_tiles(next, stage), bring_x(next, stage);
         } else {
             if (lane == 0) arrive(empty + stage * 8);
-            // What all have read a turn ago is filled again.
+            // Refill the stage that all warps have read in the previous iteration.
             int next = i + (stages - 1) * TURN, last = stage == 0 ? stages - 1 : stage - 1;
             if (leads && i > 0 && next < steps) {
                 await(empty + last * 8, stage == 0 ? phase ^ 1 : phase);
@@ -335,7 +335,7 @@ FEW(2, 4, 2, 2)
 
 #include "coded_many.cuh"
 
-// Rows of the weight that are looked up: a block a step of one. Tiles are not in halves.
+// Lookup of rows of the weight, such as embeddings: one block per step of a row. Tiles must not be in halves.
 struct Looked {
     const i64* ids;   // [rows]
     const u8* tiles;
@@ -346,7 +346,7 @@ KERNEL(128, 8) look_up(const __grid_constant__ Looked p) {
     int step = blockIdx.x % p.steps, k = threadIdx.x, channel = (int)(p.ids[blockIdx.x / p.steps] % 16), g = channel / 2;
     const u8* tile = p.tiles + (p.ids[blockIdx.x / p.steps] / 16 * p.steps + step) * TILE;
     Group group = read_group(tile, k / (STEP / GROUPS), g);
-    // Where `operand` takes the code of input k from: a lane's vector, its word, and a byte or half a byte of that.
+    // Where `operand` reads the code of input k: a lane's vector, its word, and a byte or half a byte of that.
     int lane = g * 4 + k % 8 / 2, half = k / 8 % 2, odd = k & 1;
     int at = BITS == 4 ? k / 64 * 512 + lane * 16 + k / 16 % 4 * 4 + odd * 2 + half
                        : k / 32 * 512 + lane * 16 + k / 16 % 2 * 8 + half * 4 + odd * 2 + channel % 2;

@@ -1,7 +1,7 @@
 """Products with integer weights kept in codes, in CUDA C++ for compute capability 9.0 (coded_linear.cu).
 
-w[n, k] = scale * (code[n, k] - zero), or scale * code[n, k] + offset, with numbers of a group of inputs. Sums have one
-order for every number of rows.
+w[n, k] = scale * (code[n, k] - zero), or scale * code[n, k] + offset, with one scale, zero and offset per group of
+inputs. Sums have the same order for every number of rows.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from spillover.kernels.cuda.driver.tensor_map import CAPABILITY, TYPES, Map, pro
 SOURCE = Path(__file__).parent / "coded_linear.cu"
 STRIP = 16  # channels of a tile
 STEP = 128  # inputs of a tile
-CHUNKS = 8  # at most, of the inputs
-TURN = 2  # steps of a stage; a chunk is whole turns
+CHUNKS = 8  # maximum number of chunks of the inputs
+TURN = 2  # steps of a stage; a chunk consists of whole turns
 SCALES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT", torch.float32: "SINGLE"}
-FEW = 16  # rows, at most, that mma multiplies; wgmma more
-SUMS_ROWS = 128  # sums of x over groups have room for a multiple of n rows
-SHARED = 225 << 10  # bytes that stages may take
-MOST_STAGES = 4  # of few rows
-PACKED = 32 << 20  # codes that are packed at a time
+FEW = 16  # maximum number of rows that mma multiplies; wgmma multiplies more
+SUMS_ROWS = 128  # sums of x over groups are padded to a multiple of this many rows
+SHARED = 225 << 10  # bytes of shared memory that stages may take
+MOST_STAGES = 4  # maximum number of stages for few rows
+PACKED = 32 << 20  # number of codes that are packed at a time
 
 
 @dataclass(frozen=True)
 class Form:
-    """How codes are kept, in the words of coded_linear.cu."""
+    """The layout of codes, in the terms of coded_linear.cu."""
 
-    bits: int  # of a code, 4 or 8
-    groups: int  # of a step, 1, 2, 4 or 8
-    scales: str  # HALF, BFLOAT, SINGLE, PAIR, SUPER or SIGNED
-    zeros: bool = False
-    middle: int = 0  # the number that offsets are added to whose code is half the range; 0: its code
+    bits: int  # bits of a code: 4 or 8
+    groups: int  # number of groups in a step: 1, 2, 4 or 8
+    scales: str  # type of scales: HALF, BFLOAT, SINGLE, PAIR, SUPER or SIGNED
+    zeros: bool = False  # whether groups have zeros
+    middle: int = 0  # with offsets, the number that the code at half the range stands for; 0: that code
 
     @property
     def offsets(self) -> bool:
@@ -72,17 +72,17 @@ class Form:
 
 @dataclass(frozen=True)
 class Codes:
-    """A [N, K] weight: integers, and numbers of groups of inputs [N, groups], with those of all groups in a row."""
+    """A [N, K] weight: integer codes, and scales, zeros and offsets of each row's groups of inputs [N, groups]."""
 
     values: Tensor  # [N, K] uint8
-    scales: Tensor  # [N, groups]: float16, bfloat16 or float32; with `factors` uint8, or int8 without offsets
-    zeros: Tensor | None = None  # [N, groups] uint8; None: half the range of a code, unless there are offsets
-    offsets: Tensor | None = None  # [N, groups] as scales: what is added to scale * code
-    factors: tuple[Tensor, ...] = ()  # of scales, and of offsets where there are such, float16 [N, larger groups]
+    scales: Tensor  # [N, groups]: float16, bfloat16 or float32; with `factors` uint8, or int8 if there are no offsets
+    zeros: Tensor | None = None  # [N, groups] uint8; None: all are half the range of a code, or there are offsets
+    offsets: Tensor | None = None  # [N, groups], in the type of scales: added to scale * code
+    factors: tuple[Tensor, ...] = ()  # float16 [N, larger groups]: of scales, and of offsets if there are any
     middle: int = 0  # see Form
 
     def form(self, bits: int) -> Form:
-        """Return how this is kept."""
+        """Return the form in which these codes are kept with `bits` bits."""
         group = self.values.shape[1] // self.scales.shape[1]
         name = ("SIGNED", "SUPER")[len(self.factors) - 1] if self.factors else (
             "PAIR" if self.offsets is not None else SCALES[self.scales.dtype])
@@ -90,17 +90,17 @@ class Codes:
 
 
 def fits(channels: int, inner: int, group: int) -> bool:
-    """Return whether a matrix is of whole tiles, and groups of whole steps or steps of whole groups."""
+    """Return whether a matrix consists of whole tiles, and either groups of whole steps or steps of whole groups."""
     return channels % STRIP == 0 == inner % STEP and (group in (16, 32, 64) or group % STEP == 0)
 
 
 def in_pairs(output_sizes: tuple[int, ...]) -> bool:
-    """Return whether a pair of channels has one of each of two matrices: a gate and what it is multiplied with."""
+    """Return whether each pair of channels is one of each of two matrices, a gate and the matrix that it gates."""
     return len(output_sizes) == 2 and output_sizes[0] == output_sizes[1] and output_sizes[0] % (STRIP // 2) == 0
 
 
 def pack(codes: Codes, form: Form, halves: bool) -> Tensor:
-    """Return tiles [N / STRIP, K / STEP, bytes]. `halves`: see in_pairs."""
+    """Pack codes into tiles [N / STRIP, K / STEP, bytes]. `halves`: see in_pairs."""
     channels, inner = codes.values.shape
     tiles = torch.empty(form.tiles_shape(channels, inner), dtype=torch.uint8, device=codes.values.device)
     for strips, rows in _pieces(channels, inner, halves, codes.values.device):
@@ -118,7 +118,7 @@ def pack(codes: Codes, form: Form, halves: bool) -> Tensor:
 
 
 def unpack(tiles: Tensor, form: Form, halves: bool) -> Tensor:
-    """Return the [N, K] weight of tiles in float32."""
+    """Return the weight [N, K] of tiles in float32."""
     strips, steps, _ = tiles.shape
     codes, numbers = tiles.split_with_sizes([256 * form.bits, form.tile_bytes - 256 * form.bits], 2)
     if form.bits == 4:
@@ -129,7 +129,7 @@ def unpack(tiles: Tensor, form: Form, halves: bool) -> Tensor:
         values = codes.reshape(strips, steps, 4, 8, 4, 2, 2, 2, 2).permute(0, 3, 8, 1, 2, 5, 6, 4, 7)
     value = values.reshape(strips, 8, 2, steps, form.groups, -1).float()  # [S, g, r, step, group, k]
 
-    def spread(part: Tensor) -> Tensor:  # [S, step, group, g, r] -> beside value
+    def spread(part: Tensor) -> Tensor:  # [S, step, group, g, r] -> broadcast with value
         return part.float().permute(0, 3, 4, 1, 2)[..., None]
 
     def typed(part: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -158,7 +158,7 @@ def unpack(tiles: Tensor, form: Form, halves: bool) -> Tensor:
 
 
 def _pieces(channels: int, inner: int, halves: bool, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Yield strips, and the rows that they are of, a few at a time."""
+    """Yield slices of strips with the weight's rows in them, a few strips at a time."""
     strips, each = channels // STRIP, max(1, PACKED // (STRIP * inner))
     for first in range(0, strips, each):
         last = min(strips, first + each)
@@ -170,12 +170,12 @@ def _pieces(channels: int, inner: int, halves: bool, device: torch.device) -> It
 
 
 def _pairs(part: Tensor, halves: bool) -> Tensor:
-    """Return [rows, columns] as [strips, 8, 2, columns]: pairs of rows that lane g of eight has."""
+    """Return [rows, columns] as [strips, 8, 2, columns], with the pair of rows of each of eight lanes g."""
     return part.view(2, -1, 8, part.shape[1]).permute(1, 2, 0, 3) if halves else part.view(-1, 8, 2, part.shape[1])
 
 
 def _numbers(codes: Codes, form: Form, rows: Tensor, halves: bool, inner: int) -> Iterator[Tensor]:
-    """Yield what tiles have behind their codes, each [S, steps, ...]."""
+    """Yield the parts of tiles after their codes (factors, scales and offsets, zeros), each [S, steps, ...]."""
     steps = inner // STEP
 
     def spread(part: Tensor, groups: int) -> Tensor:  # [N, any] -> [S, steps, groups, 8, 2]
@@ -194,7 +194,7 @@ def _numbers(codes: Codes, form: Form, rows: Tensor, halves: bool, inner: int) -
 
 
 class Cut(NamedTuple):
-    """How few rows are multiplied: rows of a tile (NT * 8), strips of a block, teams of its warps along the inputs."""
+    """The cut of a product of few rows: rows of a tile (NT * 8), strips of a block, teams of warps along the inputs."""
 
     tiles: int
     strips: int
@@ -222,8 +222,8 @@ class Cut(NamedTuple):
 
 
 class ManyCut(NamedTuple):
-    """How more rows are multiplied: rows of a tile (NT * 8), its channels (64 each), and how many blocks of a cluster
-    share its chunks."""
+    """The cut of a product of more rows: rows of a tile (NT * 8), its channels (64 each), and the number of blocks of a
+    cluster that share its chunks."""
 
     tiles: int
     channels: int
@@ -247,8 +247,8 @@ class ManyCut(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Return the bytes in which sums of chunks wait: their total, or all but a block's last, which lies where
-        stages were."""
+        """Return the bytes that hold sums of chunks: their total, or all but a block's last, which uses the memory of
+        stages."""
         return self.slot * (1 if self.spread == 1 else CHUNKS // self.spread - 1)
 
     @property
@@ -256,12 +256,12 @@ class ManyCut(NamedTuple):
         return self.tiles * self.channels * 2048
 
     def stage(self, form: Form) -> int:
-        """Return the bytes of a step's rows of x, tiles and sums of x, with those of barriers."""
+        """Return the bytes of a stage: a step's rows of x, tiles and sums of x, and barriers."""
         sums = form.groups * self.rows * 4 if form.offsets else 0
         return -(-(self.rows * STEP * 2 + self.strips * form.tile_bytes + sums) // 1024) * 1024 + 16
 
     def stages(self, form: Form) -> int:
-        """Return as many stages as fit."""
+        """Return the number of stages that fit into shared memory."""
         return (SHARED - self.slots) // self.stage(form)
 
     def shared(self, form: Form, stages: int) -> int:
@@ -269,18 +269,18 @@ class ManyCut(NamedTuple):
         return self.slots + max(stages * self.stage(form), self.slot if self.spread > 1 else 0)
 
     def serves(self, form: Form) -> bool:
-        """Return whether there is room for stages."""
+        """Return whether enough stages fit into shared memory."""
         return self.stages(form) >= 2
 
     def at_once(self, processors: int) -> int:
-        """Return the tiles that run at the same time: 30 clusters of 4 fit an H200 of 132 multiprocessors."""
+        """Return the number of tiles that run at the same time: 30 clusters of 4 fit an H200 of 132 multiprocessors."""
         clusters = {1: 1.0, 2: 0.5, 4: 10 / 44, 8: 5 / 44}
         return max(1, int(processors * clusters[self.spread]))
 
     def clocks(self, rows: int, strips: int, steps: int, form: Form, processors: int) -> float:
-        """Estimate what a product takes, as fitted to an H200. A step is bound by the tensor cores, by the instructions
-        that make operands and add sums, which overlap in part, or by what is copied: tiles from the device's memory, x
-        from the cache. A warpgroup by itself adds while nothing multiplies."""
+        """Estimate the clock cycles of a product, as fitted to an H200. A step is bound by the tensor cores, by the
+        instructions that make operands and add sums, which overlap in part, or by copies: tiles from device memory, x
+        from the cache. With a single warpgroup, additions overlap with no products."""
         row_tiles, box = -(-rows // self.rows), min(rows, self.rows)
         tiles = row_tiles * -(-strips // self.strips)
         tensor = self.channels * 8 * max(self.rows, 64) / 2
@@ -298,11 +298,11 @@ class ManyCut(NamedTuple):
 FEW_CUTS = (Cut(1, 1, 8), Cut(1, 2, 4), Cut(2, 2, 4), Cut(2, 4, 2))
 MANY_CUTS = tuple(
     ManyCut(tiles, channels, spread) for tiles, channels in ((4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (16, 2))
-    for spread in (1, 2, 4, 8) if (tiles * channels, spread) != (32, 2))  # sums of three chunks leave no room
+    for spread in (1, 2, 4, 8) if (tiles * channels, spread) != (32, 2))  # sums of three chunks leave no stages
 
 
 def chosen(rows: int, strips: int, steps: int, form: Form, processors: int) -> Cut | ManyCut:
-    """Choose how a product is cut: few rows by measurements on an H200 with the shapes of Llama-3.1-8B, more by
+    """Return the cut of a product: for few rows by measurements on an H200 with the shapes of Llama-3.1-8B, for more by
     ManyCut.clocks."""
     if rows <= 8:
         return FEW_CUTS[1 if rows > 4 and strips > 4 * processors else 0]
@@ -317,7 +317,7 @@ def _chosen_of_many(rows: int, strips: int, steps: int, form: Form, processors: 
 
 
 def many_cuts(rows: int, steps: int, form: Form) -> list[ManyCut]:
-    """Return those that can serve a product of more than FEW rows and are no larger than it needs."""
+    """Return the cuts that can compute a product of more than FEW rows and are no larger than it needs."""
     chunks = -(-steps // (-(-steps // (CHUNKS * TURN)) * TURN))
     least = next((cut.rows for cut in MANY_CUTS if cut.rows >= rows), MANY_CUTS[-1].rows)
     return [cut for cut in MANY_CUTS if cut.rows <= least and cut.serves(form)
@@ -325,7 +325,7 @@ def many_cuts(rows: int, steps: int, form: Form) -> list[ManyCut]:
 
 
 class _Product(ctypes.Structure):
-    """What the kernels take, as large as its alignment makes it."""
+    """The argument of the kernels, padded to its alignment."""
 
     _fields_ = (("map", Map), *((name, c_void_p) for name in ("x", "tiles", "bias", "sums", "out")),
                 ("x_stride", c_int64),
@@ -335,8 +335,8 @@ class _Product(ctypes.Structure):
 
 def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = None, halves: bool = False,
                  gated: bool = False, early: bool = False, cut: Cut | ManyCut | None = None, stages: int = 0) -> Tensor:
-    """Multiply x [T, K] and tiles, bias [N] -> [T, N]; `gated`: -> silu(first half) * second half [T, N / 2], and the
-    tiles have been packed with `halves`. `cut` and `stages`: instead of what would be chosen."""
+    """Multiply x [T, K] by tiles and add bias [N] -> [T, N]; `gated`: -> silu(first half) * second half [T, N / 2],
+    with tiles that were packed with `halves`. `cut` and `stages` override the automatic choice."""
     rows, channels, steps = x.shape[0], tiles.shape[0] * STRIP, tiles.shape[1]
     out = torch.empty(rows, channels // 2 if gated else channels, dtype=x.dtype, device=x.device)
     if not rows:
@@ -371,13 +371,13 @@ def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = Non
 
 
 class _Looked(ctypes.Structure):
-    """What `look_up` takes."""
+    """The argument of the kernel `look_up`."""
 
     _fields_ = (*((name, c_void_p) for name in ("ids", "tiles", "out")), ("steps", c_int))
 
 
 def look_up(ids: Tensor, tiles: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
-    """Return rows ids [T] int64 of a weight -> [T, K] in `dtype`; its tiles are not in halves."""
+    """Look up rows ids [T] int64 of a weight -> [T, K] in `dtype`; its tiles must not be packed with `halves`."""
     steps = tiles.shape[1]
     out = torch.empty(len(ids), steps * STEP, dtype=dtype, device=tiles.device)
     found = kernels(form, dtype, tiles.device)
@@ -391,7 +391,7 @@ def look_up(ids: Tensor, tiles: Tensor, form: Form, dtype: torch.dtype) -> Tenso
 
 @cache
 def _stages(cut: Cut, form: Form, rows: int, chunk: int, blocks: int, processors: int) -> int:
-    """Return as many as a team has turns, up to MOST_STAGES, with which all blocks run at the same time; else 2."""
+    """Return the most stages, up to MOST_STAGES and a team's turns, with which all blocks run at once; at least 2."""
     for stages in range(min(MOST_STAGES, chunk // TURN * (CHUNKS // cut.teams)), 2, -1):
         if SHARED // cut.shared(form, rows, stages) * processors >= blocks:
             return stages
@@ -399,13 +399,13 @@ def _stages(cut: Cut, form: Form, rows: int, chunk: int, blocks: int, processors
 
 
 def serves(capability: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Return whether there are kernels for devices of a compute capability, and x of a type."""
+    """Return whether there are kernels for a compute capability and a type of x."""
     return capability == CAPABILITY and dtype in TYPES and not torch.version.hip
 
 
 @cache
 def kernels(form: Form, dtype: torch.dtype, device: torch.device) -> Module | None:
-    """Return the kernels for a form; None, and on a CUDA device a line in the log, where there are none."""
+    """Return the kernels for a form, or None if there are none, which is logged for a CUDA device."""
     if device.type != "cuda" or torch.version.hip or dtype not in TYPES:
         return None
     capability = torch.cuda.get_device_capability(device)

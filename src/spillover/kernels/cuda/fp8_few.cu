@@ -1,31 +1,31 @@
-// Products of up to 64 rows of x, rounded to FP8, and FP8 weights (e4m3), for compute capability 9.0; fp8_linear.cu has those
-// of more, with the same bits.
+// Products of up to 64 rows of x, rounded to FP8, with FP8 weights (e4m3), for compute capability 9.0. fp8_linear.cu is
+// for more rows, with the same bits.
 //
-// Weights are the left operand of wgmma, 64 channels of 128 inputs at a time, rows of x the right one. A block of threads
-// multiplies tiles of GROUPS * 64 channels by ROWS rows: one thread copies, as many stages ahead as there are, and GROUPS
-// warpgroups multiply. A cluster of CLUSTER blocks shares a tile, a chunk each. With OWN_X the block rounds the rows itself
-// and keeps them; else fp8_round.cu has. With NORMED it first adds them to a residual and norms the sums.
+// Weights are the left operand of wgmma, 64 channels of 128 inputs at a time, rows of x the right one. A block of
+// threads multiplies tiles of GROUPS * 64 channels by ROWS rows: one thread copies, up to all stages ahead, and GROUPS
+// warpgroups multiply. A cluster of CLUSTER blocks shares a tile, one chunk each. With OWN_X the block rounds the rows
+// itself and keeps them; otherwise fp8_round.cu has. With NORMED it first adds them to a residual and normalises.
 //
-// Defined when this is compiled: BLOCKED, ROWS, GROUPS, CHUNKS, CLUSTER (1 or CHUNKS), OWN_X, NORMED (the inputs of a row, or
-// 0; only with OWN_X and without clusters), GATED, RESIDENT (blocks of a multiprocessor, for which there must be registers),
+// Defined at compilation: BLOCKED, ROWS, GROUPS, CHUNKS, CLUSTER (1 or CHUNKS), OWN_X, NORMED (inputs per row, or 0;
+// only with OWN_X and without clusters), GATED, RESIDENT (blocks per multiprocessor, for which registers must suffice),
 // X_BF16, and the sums of instructions.cuh.
 #include "fp8_rows.cuh"
-#if NORMED  // a profile tells by the name that half a layer begins here
+#if NORMED  // profiles recognise the start of half a layer by this name
 #define fp8_linear add_rms_norm_fp8_linear
 #endif
 
 constexpr bool SPREAD = CLUSTER > 1, TOTALS = CHUNKS > 1 && !SPREAD, TWO_STEPS = BLOCKED && ROWS <= 32;
 constexpr int NT = ROWS / 8, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 32;
 constexpr int W_BYTES = GROUPS * 64 * STEP, X_BYTES = ROWS * STEP, STAGE = W_BYTES + (OWN_X ? 0 : X_BYTES);
-constexpr int BAND = 8;       // tiles of rows that run side by side on the same channels, for the cache
+constexpr int BAND = 8;       // row tiles computed concurrently on the same channels, which then stay in the cache
 static_assert(OWN_X || NT % 4 == 0, "rows are stored 32 at a time");
 static_assert(OWN_X && !SPREAD || !NORMED, "blocks that norm rows round all of them");
 constexpr int INPUTS = NORMED;
 #include "fp8_norm.cuh"
 
-// A lane's two channels: where they are, their scales and biases.
+// The scales and biases of a lane's two channels.
 struct Channels { float scale[2], bias[2]; };
-// Of a warp's 16 channels the first, or of its 8 pairs.
+// Returns the first of a warp's 16 channels, or of its 8 pairs of channels.
 DEV int first_channel(int unit, int warp) { return unit * (GATED ? 32 : 64) + warp * (GATED ? 8 : 16); }
 DEV Channels read_channels(const Product& p, int first) {
     Channels r;
@@ -39,8 +39,8 @@ DEV Channels read_channels(const Product& p, int first) {
     }
     return r;
 }
-// Stores sums of up to 32 rows by a warp's channels, of which lane 4 g + t has rows 2 t and 2 t + 1 of each eight for
-// channel g, and for its second. Lanes exchange theirs so that each stores 8 channels of a row at a time.
+// Stores sums of up to 32 rows by a warp's channels. Lane 4 g + t has those of rows 2 t and 2 t + 1 of each eight, for
+// its two channels. Lanes exchange sums so that each stores 8 channels of a row at a time.
 template <class Scales>
 DEV void store(const Product& p, const float (&v)[16], const Channels& c, int first, int row, Scales x_scales) {
     constexpr int COUNT = NT < 4 ? NT : 4;
@@ -77,7 +77,7 @@ DEV void store(const Product& p, const float (&v)[16], const Channels& c, int fi
     }
 }
 
-struct Place { int row, tile; };  // the first row of a tile, and which channels
+struct Place { int row, tile; };  // the first row of a tile, and the index of its channels' tile
 DEV Place place(int tile, int row_tiles, int channel_tiles) {
     int band = tile / (BAND * channel_tiles), within = tile % (BAND * channel_tiles), height = min(row_tiles - band * BAND, BAND);
     return {(band * BAND + within % height) * ROWS, within / height};
@@ -94,7 +94,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
     const int row_tiles = (p.rows + ROWS - 1) / ROWS, channel_tiles = (p.channels / 64 + GROUPS - 1) / GROUPS;
     const int tiles = row_tiles * channel_tiles, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     const int most_steps = SPREAD ? p.chunk : p.steps, begin = self * p.chunk, span = max(0, min(most_steps, p.steps - begin));
-    // Stages, own rows of x, barriers, scales of x (behind the largest numbers), scales of weights, parts of a norm's sums.
+    // Stages, own rows of x, barriers, scales of x (after largest numbers), scales of weights, partial sums of a norm.
     const u32 memory = shared_address(room), own = memory + p.stages * STAGE, full = own + (OWN_X ? most_steps * X_BYTES : 0);
     const u32 empty = full + 8 * p.stages, scales = empty + 8 * p.stages;
     float* const x_scales = (float*)(room + (scales - memory));
@@ -114,7 +114,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
             expect(full + 8 * stage, STAGE + (BLOCKED && !OWN_X ? ROWS * 4 : 0));
             copy_groups(memory + stage * STAGE, p.w, (begin + step) * STEP, tile * GROUPS * 4, full + 8 * stage);
         };
-        // Weights are copied while the kernel that makes x still runs.
+        // Weights are copied while the kernel that computes x still runs.
         const int ahead = min(span, p.stages);
         for (int i = 0; i < ahead; i++) copy_w(i, place(first, row_tiles, channel_tiles).tile, i);
         if (!OWN_X) wait_before();
@@ -139,16 +139,16 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
 
     const int group = warp / 4;
     float* const own_w_scales = w_scales + group * 2 * most_steps;
-    auto read_w_scales = [&](int tile) {  // of the two channels of each lane; the last tile may have fewer
+    auto read_w_scales = [&](int tile) {  // scales for the two channels of each lane; the last tile may have fewer
         int channel = min((tile * GROUPS + group) * (GATED ? 32 : 64), (GATED ? p.channels / 2 : p.channels) - 1);
         for (int i = threadIdx.x % 128; i < (GATED ? 2 : 1) * span; i += 128) {
             int which = i / span, step = i % span;
             own_w_scales[which * most_steps + step] = __ldg(p.w_scales + (i64)((channel + which * (p.channels / 2)) / 128) * p.steps + begin + step);
         }
     };
-    // What of weights is known before x is.
+    // Read the weights' numbers that do not depend on x.
     int at_first = place(first, row_tiles, channel_tiles).tile;
-    constexpr int QUADS = (NT + 3) / 4;  // of 8 rows, that a warp stores together
+    constexpr int QUADS = (NT + 3) / 4;  // sets of 4 times 8 rows that a warp stores together
     const int unit = SPREAD ? (self + CLUSTER * warp) / QUADS : warp;  // the warp whose sums this one stores first
     Channels channels = read_channels(p, first_channel(at_first * GROUPS + unit / 4, unit % 4));
     if (BLOCKED) read_w_scales(at_first);
@@ -163,7 +163,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
         };
         if (NORMED)
 #pragma unroll 1
-            for (int row = 0; row < p.rows; row++) {  // some threads may have begun a row while others end the one before
+            for (int row = 0; row < p.rows; row++) {  // threads may begin a row before others end the last
                 uint4 held[HELD];
                 norm_row(held, p, row, norm, blockIdx.x == 0, parts + row % 2 * MOST_PARTS);
                 round_row(p, held, parts + 2 * MOST_PARTS, [&](int step, float scale) { put_scale(row, step, scale); },
@@ -171,7 +171,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
             }
         else
             quantize<CONSUMERS>(p, 0, p.rows, begin, span, x_scales, [] { sync_first<CONSUMERS>(); }, put_scale, put_codes);
-        // A block without inputs of its own stores rows too, and so needs their scales.
+        // A block whose chunk has no inputs stores rows too, so it needs their scales.
         if (!BLOCKED && SPREAD && threadIdx.x < ROWS)
             x_scales[ROWS + threadIdx.x] = p.input_scale ? *p.input_scale : __fdiv_rn(fmaxf(x_scales[threadIdx.x], TINY), LARGEST);
         shared_is_ready();
@@ -181,7 +181,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
     }
     auto scale_of = [&](int row) { return OWN_X ? x_scales[ROWS + row] : row < p.rows ? p.x_scales[row] : 0.0f; };
 
-    Ring ring, done;  // of steps that are multiplied, and of those that are added
+    Ring ring, done;  // stages of the steps being multiplied, and of those being added
     for (int tile = first; tile < tiles; tile += stride) {
         const Place at = place(tile, row_tiles, channel_tiles);
         if (tile > first) {
@@ -192,10 +192,10 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
                 sync_warpgroup();
             }
         }
-        float sums[SUMS], others[SUMS], acc[SUMS], total[SUMS];  // of two steps, a chunk and all chunks before it
+        float sums[SUMS], others[SUMS], acc[SUMS], total[SUMS];  // sums of two steps, of a chunk, of earlier chunks
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = others[i] = acc[i] = total[i] = 0;
-        auto begin_step = [&](float (&d)[SUMS], int step, bool more = false) {  // more: of the sums that d has
+        auto begin_step = [&](float (&d)[SUMS], int step, bool more = false) {  // more: add to the sums in d
             await(full + 8 * ring.stage, ring.phase);
             const u32 here = memory + ring.stage * STAGE;
             const u64 a = tile_operand(here + group * 64 * STEP), b = tile_operand(OWN_X ? own + step * X_BYTES : here + W_BYTES);
@@ -274,7 +274,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
                 for (int i = 0; i < SUMS; i++) acc[i] = sums[i];
         }
         if constexpr (SPREAD) {
-            sync_first<CONSUMERS>();  // nothing reads tiles any more
+            sync_first<CONSUMERS>();  // tiles are no longer read
 #pragma unroll
             for (int n = 0; n < NT; n++)
                 put(memory + ((warp * NT + n) * 32 + lane) * 16, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]);
@@ -294,7 +294,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
                 if (from != unit) channels = read_channels(p, to);
                 store(p, v, channels, to, at.row + n0 * 8, scale_of);
             }
-            meet_cluster();  // what others read stays until they have; a cluster has one tile
+            meet_cluster();  // keeps shared memory valid until other blocks have read it; a cluster has one tile
         } else {
 #pragma unroll
             for (int q = 0; q < QUADS; q++) {

@@ -1,40 +1,40 @@
-// Products of more than 64 rows of x, rounded to FP8, and FP8 weights (e4m3), for compute capability 9.0; fp8_few.cu has
-// those of fewer, with the same bits. fp8_round.cu has rounded the rows.
+// Products of more than 64 rows of x, rounded to FP8, with FP8 weights (e4m3), for compute capability 9.0. fp8_few.cu
+// is for fewer rows, with the same bits. fp8_round.cu has rounded the rows.
 //
-// Weights have a scale for each channel, and a row of x has one: its largest number at 448 (or one that is given for all
-// rows); or, BLOCKED, weights have a scale for each 128 x 128 and a row of x has one for each 128 inputs. A chunk is a
-// quarter of the inputs: the tensor cores sum it from nothing, or, BLOCKED, each step of 128 inputs, which is added times its
-// scales in float32. Sums of chunks are added in their order. Chunks are a constant of the matrix: how a product is cut, and
-// how many rows there are, makes no difference to the bits of a row.
+// Weights have a scale per channel, and x one per row, which maps its largest number to 448 (or one given for all
+// rows). With BLOCKED weights have a scale per 128 x 128, and a row of x one per 128 inputs. A chunk is a quarter of
+// the inputs: the tensor cores sum it from zero; with BLOCKED they sum each step of 128 inputs, which is added times
+// its scales in float32. Sums of chunks are added in order. Chunks are a constant of the matrix: the bits of a row do
+// not depend on how a product is divided or on the number of rows.
 //
-// A block of threads multiplies tiles of rows by CHANNELS, one after another: one thread has the tensor memory accelerator
-// copy, as many stages ahead as there are, and GROUPS warpgroups multiply, 64 rows each.
+// A block of threads multiplies tiles of rows by CHANNELS, one after another: one thread has the tensor memory
+// accelerator copy, up to all stages ahead, and GROUPS warpgroups multiply, 64 rows each.
 //
-// The last tiles of a matrix begin earlier, so that they overlap the ones before them: what lies outside is copied slowly.
-// With GATED w is two matrices, one after the other, and half of a tile's channels are of each: what is stored is
-// silu(first) * second, rounded as by kernels of their own.
+// The last tiles of a matrix begin earlier, overlapping the previous ones, as copies out of bounds are slow. With GATED
+// w is two matrices, one after the other, and a tile has half of its channels of each: silu(first) * second is stored,
+// rounded as by separate kernels.
 //
-// Defined when this is compiled: BLOCKED, CHANNELS (a multiple of 8, with GATED of 16), GROUPS, GATED, X_BF16 (else x is
+// Defined at compilation: BLOCKED, CHANNELS (a multiple of 8, with GATED of 16), GROUPS, GATED, X_BF16 (otherwise x is
 // float16), and the sums of instructions.cuh.
 #include "fp8_rows.cuh"
 
 constexpr int ROWS = 64 * GROUPS;
 constexpr int STORED = GATED ? CHANNELS / 2 : CHANNELS;  // channels of a tile that are stored
 constexpr int X_BYTES = ROWS * STEP, W_BYTES = CHANNELS * STEP, STAGE = W_BYTES + X_BYTES;
-// A whole warpgroup, of which one thread copies, gives up registers for the others. A block has those that its threads
-// begin with, a multiple of 8 each: one that asked for more than were given up would wait for ever.
-constexpr bool MOVE_REGISTERS = GROUPS > 1;  // else all threads begin with as many as there can be
+// A whole warpgroup, of which one thread copies, releases registers for the others. A block has the registers that its
+// threads start with, a multiple of 8 each: a request for more than were released would wait forever.
+constexpr bool MOVE_REGISTERS = GROUPS > 1;  // otherwise all threads start with the maximum
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + (MOVE_REGISTERS ? 128 : 32);
 constexpr int REGISTERS = 65536 / THREADS / 8 * 8, FEW_REGISTERS = 24;
 constexpr int MANY_REGISTERS = (REGISTERS * (GROUPS + 1) - FEW_REGISTERS) / GROUPS / 8 * 8;
-constexpr bool TWO_STEPS = BLOCKED && SUMS <= 64;  // one is multiplied while the one before it is added
-constexpr int SPANNED = (STORED + 126) / 128 + 1;           // blocks of 128 channels that a tile lies in, at most
-constexpr int BAND = 8;          // tiles of rows that run side by side on the same channels, for the cache
+constexpr bool TWO_STEPS = BLOCKED && SUMS <= 64;  // one step is multiplied while the previous one is added
+constexpr int SPANNED = (STORED + 126) / 128 + 1;           // maximum number of blocks of 128 channels per tile
+constexpr int BAND = 8;          // row tiles computed concurrently on the same channels, which then stay in the cache
 
 DEV int width_of(const Product& p) { return GATED ? p.channels / 2 : p.channels; }  // channels of the result
 
-// Makes results of sums of 32 channels, from `channel` on, of which a thread has 2 of every 8 for its two rows.
-// `w`: the scale of the first, in shared memory.
+// Turns sums of 32 channels, from `channel` on, into results; a thread has 2 of every 8 channels for its two rows.
+// `w`: the scale of the first channel, in shared memory.
 DEV void finish(const Product& p, float (&d)[16], int channel, int end, const float (&x)[2], const float* w) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -50,8 +50,8 @@ DEV void finish(const Product& p, float (&d)[16], int channel, int end, const fl
     }
 }
 
-// Stores 32 channels, the ones before `end`, of the two rows (8 apart) of which a thread has sums. Threads of a quad
-// exchange theirs so that each stores 8 channels at a time. `up`: with GATED, the second matrix's sums.
+// Stores 32 channels, up to `end`, of the two rows (8 apart) of a thread's sums. Threads of a quad exchange sums so
+// that each stores 8 channels at a time. `up`: with GATED, the second matrix's sums.
 DEV void store(const Product& p, float (&d)[16], float (&up)[16], int row, int channel, int end, const float (&x)[2],
                const float* w) {
     const int quarter = threadIdx.x & 3;
@@ -81,8 +81,8 @@ DEV void store(const Product& p, float (&d)[16], float (&up)[16], int row, int c
     }
 }
 
-struct Place { int row, channel; };  // the first of a tile
-// Tiles of a band of rows come one after another, then the next channels. Scales of rows are copied four at a time.
+struct Place { int row, channel; };  // first row and first channel of a tile
+// Tiles of a band of rows follow each other, then those of the next channels. Scales of rows are copied four at a time.
 DEV Place place(const Product& p, int tile, int row_tiles, int channel_tiles) {
     int band = tile / (BAND * channel_tiles), within = tile % (BAND * channel_tiles), height = min(row_tiles - band * BAND, BAND);
     const int row = (band * BAND + within % height) * ROWS, channel = within / height * STORED;
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_linear(const __grid
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const int row_tiles = (p.rows + ROWS - 1) / ROWS, channel_tiles = (width_of(p) + STORED - 1) / STORED;
     const int tiles = row_tiles * channel_tiles, first = blockIdx.x, stride = gridDim.x;
-    // Stages, barriers, scales: BLOCKED of x, and totals of chunks, else of weights.
+    // Stages, barriers, then with BLOCKED scales of x and totals of chunks, otherwise scales of weights.
     const u32 memory = shared_address(room), full = memory + p.stages * STAGE;
     const u32 empty = full + 8 * p.stages, scales = empty + 8 * p.stages;
     float* const x_scales = (float*)(room + (scales - memory));
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_linear(const __grid
             copy_tile(memory + stage * STAGE, p.w, step * STEP, channel, full + 8 * stage);
             if (GATED) copy_tile(memory + stage * STAGE + STORED * STEP, p.w, step * STEP, channel + width_of(p), full + 8 * stage);
         };
-        // Weights are copied while the kernel that makes x still runs.
+        // Weights are copied while the kernel that computes x still runs.
         const int ahead = min(p.steps, p.stages);
         for (int i = 0; i < ahead; i++) copy_w(i, place(p, first, row_tiles, channel_tiles).channel, i);
         wait_before();
@@ -141,9 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_linear(const __grid
     auto release = [&](int stage) {
         if (lane == 0) arrive(empty + 8 * stage);
     };
-    const int row_of = group * 64 + warp % 4 * 16 + lane / 4;  // a tile's row that a thread's first sums are of
+    const int row_of = group * 64 + warp % 4 * 16 + lane / 4;  // row in a tile of a thread's first sums
     float* const w_scales = x_scales + group * CHANNELS;
-    Ring ring, done;  // of steps that are multiplied, and of those that are added
+    Ring ring, done;  // stages of the steps being multiplied, and of those being added
     auto multiply_step = [&](float (&d)[SUMS], bool more) {
         await(full + 8 * ring.stage, ring.phase);
         const u32 here = memory + ring.stage * STAGE;
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_linear(const __grid
 #pragma unroll
         for (int i = 0; i < SUMS; i++) total[i] = sums[i] = 0;
         if (!BLOCKED) {
-            if (tile > first) sync_warpgroup();  // nothing reads those of the tile before any more
+            if (tile > first) sync_warpgroup();  // the scales of the previous tile are no longer read
             for (int i = threadIdx.x % 128; i < CHANNELS; i += 128)
                 w_scales[i] = __ldg(p.w_scales + min(at.channel + i % STORED, width_of(p) - 1) + (i < STORED ? 0 : width_of(p)));
         }
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_linear(const __grid
             for (int i = 0; i < SUMS; i++) others[i] = 0;
             struct Scales { float w[SPANNED * (1 + GATED)]; } of_sums, of_others;
             const int block = at.channel / 128, last = (p.channels - 1) / 128;
-            const int second = 128 - at.channel % 128;  // the tile's first channel that lies in the next block
+            const int second = 128 - at.channel % 128;  // the tile's first channel in the next block of scales
             auto begin_step = [&](float (&d)[SUMS], Scales& s, int step) {
 #pragma unroll
                 for (int i = 0; i < SPANNED * (1 + GATED); i++) {
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_linear(const __grid
                 };
 #pragma unroll
                 for (int half = 0; half < 1 + GATED; half++)
-                    if (second >= STORED) {  // the tile lies in one block
+                    if (second >= STORED) {  // the tile is within one block
                         const float s0 = __fmul_rn(x0, s.w[half * SPANNED]), s1 = __fmul_rn(x1, s.w[half * SPANNED]);
 #pragma unroll
                         for (int n = 0; n < STORED / 8; n++) add(half, n, s0, s1);
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_linear(const __grid
                             add(half, n, __fmul_rn(x0, w), __fmul_rn(x1, w));
                         }
                     }
-                if (--left > 0 || step + 1 == p.steps) return;  // the last chunk's are added below
+                if (--left > 0 || step + 1 == p.steps) return;  // the last chunk is added below
                 left = p.chunk;
 #pragma unroll
                 for (int n = 0; n < SUMS / 4; n++) {
@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_linear(const __grid
         const int end = min(at.channel + STORED, width_of(p)), row = at.row + row_of;
         float x[2] = {1.0f, 1.0f};
         if (!BLOCKED) {
-            sync_warpgroup();  // scales are there
+            sync_warpgroup();  // scales have been stored
             for (int i = 0; i < 2; i++) x[i] = row + 8 * i < p.rows ? p.x_scales[row + 8 * i] : 0.0f;
         }
 #pragma unroll

@@ -1,8 +1,8 @@
 """Products of FP8 weights and activations, in CUDA C++ for compute capability 9.0 (fp8_few.cu, fp8_linear.cu; rows are
 rounded by fp8_round.cu).
 
-Activations are rounded to e4m3 on the way: a row by its largest number, or by a scale that the checkpoint gives, or
-beside weights in blocks each 128 inputs of a row by theirs. Sums have one order for every number of rows.
+Activations are rounded to e4m3 first: a row by its largest magnitude, or by a scale of the checkpoint, or, for weights
+in blocks, each 128 inputs of a row by their largest magnitude. Sums have the same order for every number of rows.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from spillover.kernels.cuda.driver.tensor_map import BYTES, TYPES, Map, capable,
 
 FEW_SOURCE, SOURCE, ROUND_SOURCE = (
     Path(__file__).parent / name for name in ("fp8_few.cu", "fp8_linear.cu", "fp8_round.cu"))
-STEP = 128  # inputs
+STEP = 128  # inputs of a step
 UNIT = 64  # channels or rows that a warpgroup multiplies
-CHUNKS = 4  # of the inputs
-SHORTEST = 2  # steps of a chunk
-ROUNDERS = 512  # threads, at most, that round a row
+CHUNKS = 4  # number of chunks of the inputs
+SHORTEST = 2  # minimum number of steps of a chunk
+ROUNDERS = 512  # maximum number of threads that round a row
 SHARED = 226 << 10  # bytes of a multiprocessor's shared memory
-OWN_SHARED = 1 << 10  # that a block takes besides what it asks for
-OWN_ROWS = {False: 1, True: 2}  # by `blocked`: up to which each block rounds rows of x itself
-FEW_ROWS = 64  # up to which weights are the left operand
-FILLED = 132  # multiprocessors that a block each keeps busy
-PIECE_ROWS = 4096  # that are rounded and multiplied at a time
-IN_FLIGHT = 96 << 10  # bytes of weights on their way to a multiprocessor
+OWN_SHARED = 1 << 10  # bytes of shared memory that a block takes besides what it requests
+OWN_ROWS = {False: 1, True: 2}  # by `blocked`: maximum number of rows of x that each block rounds itself
+FEW_ROWS = 64  # maximum number of rows for which weights are the left operand
+FILLED = 132  # number of multiprocessors to keep busy with one block each
+PIECE_ROWS = 4096  # rows that are rounded and multiplied at a time
+IN_FLIGHT = 96 << 10  # bytes of weights in flight to a multiprocessor
 MOST_STAGES = 16
-SMALL = 256  # rows up to which tiles are as narrow as fill the multiprocessors once, or a few times
+SMALL = 256  # maximum number of rows whose tiles are so narrow that they fill all multiprocessors in one or a few waves
 MOST_WAVES = 4
 LEAST_CHANNELS = 32
-MOST_CHANNELS = {False: 224, True: 128}  # by `blocked`, whose sums fit into registers
-MOST_PREPARED = 2048  # rows; those of more have cuts of these
-MOST_NORMED = 8192  # inputs of a row that a block can norm
-NORM_BYTES = 3 * 32 * 4  # of shared memory, where parts of sums of squares meet, and largest numbers
+MOST_CHANNELS = {False: 224, True: 128}  # by `blocked`: maximum channels of a tile, whose sums fit into registers
+MOST_PREPARED = 2048  # rows; products of more rows have the same cuts
+MOST_NORMED = 8192  # maximum number of inputs of a row that a block can norm
+NORM_BYTES = 3 * 32 * 4  # bytes of shared memory to combine parts of sums of squares, and largest magnitudes
 
 
 class Form(NamedTuple):
-    """What kernels are compiled for besides a cut."""
+    """The properties that kernels are compiled for besides a cut."""
 
-    blocked: bool  # scales of 128 x 128 weights, and of 128 inputs
+    blocked: bool  # whether scales are those of 128 x 128 weights, and of 128 inputs
     gated: bool
     chunks: int
-    normed: int = 0  # inputs of a row that is added to a residual and normed first; 0: it is not
+    normed: int = 0  # inputs of a row if rows are added to a residual and normed first, else 0
 
 
 class Shape(NamedTuple):
-    """A product's matrix, and how it is kept and used."""
+    """The matrix of a product, and how it is stored and used."""
 
     channels: int
     inner: int
     blocked: bool
     gated: bool = False
-    normed: bool = False  # the product adds rows to a residual and norms them first
+    normed: bool = False  # whether the product first adds rows to a residual and norms them
 
     @property
     def steps(self) -> int:
@@ -68,13 +68,13 @@ class Shape(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Return the number of chunks of the inputs: a constant of the matrix, as another number changes the bits of
-        every product."""
+        """Return the number of chunks of the inputs: a constant of the matrix, as another number would change the
+        bits of every product."""
         return CHUNKS if self.steps >= CHUNKS * SHORTEST else 1
 
     @property
     def chunk(self) -> int:
-        """Return the steps of a chunk."""
+        """Return the number of steps of a chunk."""
         return -(-self.steps // self.chunks)
 
     @property
@@ -83,23 +83,23 @@ class Shape(NamedTuple):
 
     @property
     def rounding(self) -> tuple[Rounding, Form]:
-        """Return what rounds rows ahead of the product, and norms them first if the shape says so."""
+        """Return the kernel and form that round rows before the product, and norm them first if `normed`."""
         return Rounding(self.inner), Form(self.blocked, False, 1, self.inner if self.normed else 0)
 
     @property
     def stored(self) -> int:
-        """Return the channels of the result."""
+        """Return the number of channels of the result."""
         return self.channels // 2 if self.gated else self.channels
 
 
 class FewCut(NamedTuple):
-    """How a product of up to FEW_ROWS rows is cut, in the words of fp8_few.cu."""
+    """The cut of a product of up to FEW_ROWS rows, in the terms of fp8_few.cu."""
 
-    rows: int
-    groups: int = 1
-    spread: bool = False  # the chunks of a tile over a cluster of blocks
-    own: bool = False  # blocks round rows themselves
-    resident: int = 1  # blocks of a multiprocessor
+    rows: int  # rows of a tile
+    groups: int = 1  # warpgroups that multiply
+    spread: bool = False  # whether the chunks of a tile are spread over a cluster of blocks
+    own: bool = False  # whether blocks round rows themselves
+    resident: int = 1  # blocks per multiprocessor
 
     @property
     def source(self) -> Path:
@@ -113,7 +113,7 @@ class FewCut(NamedTuple):
         return -(-rows // self.rows) * -(-shape.channels // (UNIT * self.groups))
 
     def blocks(self, rows: int, shape: Shape, processors: int) -> int:
-        """Return the blocks of a launch: those of a tile, or as many as run at a time."""
+        """Return the number of blocks of a launch: one per chunk of each tile, or at most as many as run at a time."""
         tiles = self.tiles(rows, shape)
         return tiles * shape.chunks if self.spread else min(tiles, processors * self.resident)
 
@@ -123,14 +123,14 @@ class FewCut(NamedTuple):
         return self.groups * UNIT * STEP + x + 16
 
     def fixed_bytes(self, shape: Shape) -> int:
-        """Return the bytes besides stages: own rows, their scales, those of weights, and what a norm needs."""
+        """Return the bytes besides stages: rows that a block rounds, their scales, those of weights, and a norm's."""
         steps = shape.chunk if self.spread else shape.steps
         own = self.rows * (STEP * steps + 4 * (steps if shape.blocked else 2)) if self.own else 0
         return own + (self.groups * 2 * steps * 4 if shape.blocked else 0) + (NORM_BYTES if shape.normed else 0)
 
     def stages(self, shape: Shape, blocks: int, processors: int) -> int:
-        """Return as many stages as fit; of few rows only as many as keep the memory busy, so that the next kernel's
-        blocks find room before this one has ended."""
+        """Return the number of stages that fit; with own rows, only as many as keep the memory busy, so that blocks of
+        the next kernel fit before this one has completed."""
         most = (SHARED // self.resident - OWN_SHARED - self.fixed_bytes(shape)) // self.stage_bytes(shape)
         if self.own:
             beside = min(self.resident, -(-blocks // processors))
@@ -138,7 +138,7 @@ class FewCut(NamedTuple):
         return min(most, shape.chunk if self.spread else MOST_STAGES)
 
     def shared(self, shape: Shape, stages: int) -> int:
-        """Return the bytes of shared memory of a block: of a tile's sums, if those of a cluster meet there."""
+        """Return the bytes of shared memory of a block: at least a tile's sums if a cluster adds them up there."""
         sums = self.rows * self.groups * UNIT * 4 if self.spread else 0
         return max(sums, stages * self.stage_bytes(shape) + self.fixed_bytes(shape))
 
@@ -147,11 +147,11 @@ class FewCut(NamedTuple):
 
     def norms(self, shape: Shape) -> bool:
         """Return whether the product adds rows to a residual and norms them itself. In a cluster every block would norm
-        whole rows, which takes longer than a kernel of its own."""
+        whole rows, which takes longer than a separate kernel."""
         return self.own and not self.spread and shape.inner <= MOST_NORMED
 
     def weights_map(self, values: Tensor, shape: Shape) -> ctypes.Array[ctypes.c_uint64]:
-        """Describe weights: [channels / 16][2][8][inputs], of two matrices with a gate."""
+        """Return the tensor map of weights [channels / 16][2][8][inputs]; with a gate, the 2 are its two matrices."""
         inner = shape.inner
         apart = (shape.stored * inner, 8 * inner) if shape.gated else (8 * inner, 16 * inner)
         return tensor_map(values.data_ptr(), BYTES, (inner, 8, 2, shape.channels // 16), (inner, *apart),
@@ -164,9 +164,9 @@ class FewCut(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """How rows of x are rounded that blocks do not round themselves, in the words of fp8_round.cu."""
+    """The kernel that rounds rows of x if blocks do not round them themselves, in the terms of fp8_round.cu."""
 
-    inner: int
+    inner: int  # inputs of a row
 
     @property
     def source(self) -> Path:
@@ -181,11 +181,11 @@ class Rounding(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The tiles of a product of more rows, in the words of fp8_linear.cu; with a gate half of the channels are of each
+    """The tiles of a product of more rows, in the terms of fp8_linear.cu; with a gate, half of the channels are of each
     matrix."""
 
-    channels: int
-    groups: int = 2
+    channels: int  # channels of a tile
+    groups: int = 2  # warpgroups that multiply
 
     @property
     def source(self) -> Path:
@@ -197,7 +197,7 @@ class Cut(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Return the threads of a block; a whole warpgroup that copies has registers to give."""
+        """Return the threads of a block; with several groups a whole warpgroup copies, to give up its registers."""
         return 128 * self.groups + (128 if self.groups > 1 else 32)
 
     def tiles(self, rows: int, shape: Shape) -> int:
@@ -211,11 +211,11 @@ class Cut(NamedTuple):
         return (self.channels + self.rows) * STEP + (self.rows * 4 if shape.blocked else 0) + 16
 
     def fixed_bytes(self, shape: Shape) -> int:
-        """Return the bytes besides stages: totals of chunks, or scales of weights."""
+        """Return the bytes besides stages: totals of chunks if `blocked`, else scales of weights."""
         return self.channels * 4 * (self.rows if shape.blocked else self.groups)
 
     def stages(self, shape: Shape, blocks: int, processors: int) -> int:
-        """Return as many stages as fit."""
+        """Return the number of stages that fit."""
         return min((SHARED - self.fixed_bytes(shape)) // self.stage_bytes(shape), MOST_STAGES)
 
     def shared(self, shape: Shape, stages: int) -> int:
@@ -228,8 +228,8 @@ class Cut(NamedTuple):
         return False
 
     def clocks(self, rows: int, shape: Shape, processors: int) -> float:
-        """Estimate what the multiprocessor with most tiles takes: a step of 32 inputs is bound by the tensor cores, by
-        shared memory or by the cache, which x is read from again for each tile."""
+        """Estimate the clock cycles of the multiprocessor with most tiles: a step of 32 inputs is bound by the tensor
+        cores, by shared memory or by the cache, from which x is read again for each tile."""
         box, multiply = min(rows, self.rows), self.groups * self.channels / 2
         share = self.groups * (16 + self.channels / 4) + (box + self.channels) / 4
         step = max(multiply, share, 0.46 * box + 0.82 * self.channels) + (box + self.channels) / 16
@@ -255,8 +255,8 @@ def _defined(form: Form, dtype: torch.dtype, **more: object) -> tuple[str, ...]:
 
 
 def few_cuts(rows: int, shape: Shape, processors: int) -> tuple[FewCut, ...]:
-    """Return the cuts of a product of up to FEW_ROWS rows, the preferred ones first, by what was fastest on an H200
-    with the shapes of Llama-3.1-8B: the chunks of a tile over a cluster where tiles are few."""
+    """Return the cuts of a product of up to FEW_ROWS rows, the preferred ones first, by measurements on an H200 with
+    the shapes of Llama-3.1-8B: if there are few tiles, the chunks of a tile are spread over a cluster."""
     found: list[FewCut] = []
     if rows <= OWN_ROWS[shape.blocked]:
         found = [FewCut(8, 1, True, True, resident) for resident in (3, 2)]
@@ -269,14 +269,14 @@ def few_cuts(rows: int, shape: Shape, processors: int) -> tuple[FewCut, ...]:
         found.append(FewCut(width, 1, True, resident=3))
     elif shape.chunks > 1 and 2 * tiles <= processors and (narrow or shape.blocked):
         found.append(FewCut(width, 2, True, resident=2))
-    elif tiles > processors and (narrow or not shape.blocked):  # whose sums are few enough for two blocks' registers
+    elif tiles > processors and (narrow or not shape.blocked):  # the sums of two blocks fit into registers
         whole = whole._replace(resident=2)
     return tuple(cut for cut in (*found, whole) if cut.fits(shape))
 
 
 def cuts(rows: int, shape: Shape, processors: int) -> tuple[Cut, ...]:
-    """Return the cuts of a product of more rows: up to SMALL, tiles as narrow as fill one wave, two waves, and so
-    on."""
+    """Return the cuts of a product of more rows: up to SMALL rows, tiles so narrow that they fill one wave, two waves,
+    and so on."""
     most, unit = MOST_CHANNELS[shape.blocked], 16 if shape.gated else 8
     if rows > SMALL:
         widths = list(range(32, most + 1, 32))
@@ -288,19 +288,19 @@ def cuts(rows: int, shape: Shape, processors: int) -> tuple[Cut, ...]:
 
 @cache
 def chosen(rows: int, shape: Shape, processors: int) -> FewCut | Cut:
-    """Choose how a product is cut."""
+    """Return the cut of a product."""
     if rows <= FEW_ROWS:
         return few_cuts(rows, shape, processors)[0]
     return min(cuts(rows, shape, processors), key=lambda cut: cut.clocks(rows, shape, processors))
 
 
 def fits(channels: int, inner: int) -> bool:
-    """Return whether a matrix is of whole tiles."""
+    """Return whether a matrix consists of whole tiles."""
     return channels % UNIT == 0 == inner % STEP
 
 
 class _Product(ctypes.Structure):
-    """What the kernels take, as large as its alignment makes it."""
+    """The argument of the kernels, padded to its alignment."""
 
     _fields_ = (("w", Map), ("codes_map", Map),
                 *((name, c_void_p) for name in ("x", "codes", "x_scales", "input_scale", "w_scales", "bias", "out")),
@@ -312,9 +312,9 @@ class _Product(ctypes.Structure):
 
 def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None, gated: bool = False,
                input_scale: Tensor | None = None, early: bool = False, cut: FewCut | Cut | None = None) -> Tensor:
-    """Multiply x [T, K], values e4m3 [N, K] and bias [N] -> [T, N]; `gated`: -> silu(first half) * second half
-    [T, N / 2]. scales: float32 [N], or [blocks of N, K / 128]. input_scale [1]: of x, instead of its own, beside scales
-    [N]. `cut`: instead of the one that would be chosen."""
+    """Multiply x [T, K] by values e4m3 [N, K] and add bias [N] -> [T, N]; `gated`: -> silu(first half) * second half
+    [T, N / 2]. scales: float32 [N], or [blocks of N, K / 128]. input_scale [1]: the scale of x, with scales [N] only;
+    None: one per row. `cut` overrides the automatic choice."""
     shape = Shape(values.shape[0], values.shape[1], scales.dim() == 2, gated)
     out = torch.empty(x.shape[0], shape.stored, dtype=x.dtype, device=x.device)
     if not _in_vectors(x):
@@ -326,12 +326,12 @@ def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = 
 
 
 class Norm(NamedTuple):
-    """What rows become before they are multiplied: added to a residual, and normed."""
+    """The norm of rows before they are multiplied: they are added to a residual, and the sum is normed."""
 
     residual: Tensor  # [T, K]
     weight: Tensor  # [K]
     eps: float
-    total: Tensor  # [T, K], where the sums are stored
+    total: Tensor  # [T, K]: output, the sums of rows and residual
 
 
 def add_norm_fp8_linear(
@@ -339,13 +339,13 @@ def add_norm_fp8_linear(
     gated: bool = False, input_scale: Tensor | None = None, early: bool = False, cut: FewCut | Cut | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Add, norm and multiply, x and residual [T, K], norm [K] -> (`fp8_linear` of rms_norm(x + residual),
-    x + residual): in one kernel, or with one ahead that norms rows and rounds them. None: no kernel does so with these
-    rows."""
+    x + residual), in one kernel, or with a kernel before it that norms and rounds rows. None if no kernel supports
+    these rows."""
     shape = Shape(values.shape[0], values.shape[1], scales.dim() == 2, gated, normed=True)
     if not len(x) or shape.inner > MOST_NORMED or not all(
             each.dtype is x.dtype and _in_vectors(each) for each in (x, residual, norm)):
         return None
-    pieces = min(len(x), PIECE_ROWS), (len(x) - 1) % PIECE_ROWS + 1  # rows of the first, and of the last
+    pieces = min(len(x), PIECE_ROWS), (len(x) - 1) % PIECE_ROWS + 1  # rows of the first piece, and of the last
     used = [cut or chosen(rows, shape, processors(x.device)) for rows in pieces]
     if not all(_rounded_ahead(each) or each.norms(shape) for each in used):
         return None
@@ -359,7 +359,7 @@ def add_norm_fp8_linear(
 
 
 def _rounded_ahead(cut: FewCut | Cut) -> bool:
-    """Return whether a kernel of its own rounds rows."""
+    """Return whether a separate kernel rounds rows."""
     return isinstance(cut, Cut) or not cut.own
 
 
@@ -404,7 +404,7 @@ def _multiply(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, in
 
 
 def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, most_rows: int) -> None:
-    """Compile what products of up to `most_rows` rows with matrices of these shapes will use, several at a time."""
+    """Compile the kernels for products of up to `most_rows` rows with matrices of these shapes, several at a time."""
     if dtype not in TYPES or not capable(device):
         return
     rows = (*range(1, min(most_rows, MOST_PREPARED) + 1, 8), most_rows)
@@ -422,13 +422,13 @@ def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, m
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether there are kernels; says so in the log where a CUDA device has none."""
+    """Return whether there are kernels for a device; it is logged if a CUDA device has none."""
     return kernels(FewCut(32, 2), Form(False, False, CHUNKS), dtype, device) is not None
 
 
 @cache
 def kernels(cut: FewCut | Cut | Rounding, form: Form, dtype: torch.dtype, device: torch.device) -> Module | None:
-    """Return the kernels of a cut, None where there are none."""
+    """Return the kernels of a cut, or None if there are none."""
     if device.type != "cuda" or torch.version.hip or dtype not in TYPES:
         return None
     wrong = "" if capable(device) else "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))

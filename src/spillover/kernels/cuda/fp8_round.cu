@@ -1,15 +1,15 @@
-// Rounds rows of x to FP8 (e4m3), a block of threads each, for products whose blocks do not do so themselves; with NORMED
-// it first adds them to a residual and norms the sums.
+// Rounds rows of x to FP8 (e4m3), one block of threads per row, for products whose blocks do not do so themselves; with
+// NORMED it first adds them to a residual and normalises the sums.
 //
-// Defined when this is compiled: BLOCKED, X_BF16, INPUTS (of a row), NORMED (0 or 1), ROUNDERS (threads, whole warps).
+// Defined at compilation: BLOCKED, X_BF16, INPUTS (per row), NORMED (0 or 1), ROUNDERS (threads, in whole warps).
 #include "fp8_rows.cuh"
 
 constexpr int CONSUMERS = ROUNDERS;
 #include "fp8_norm.cuh"
-#if NORMED  // a profile tells by the name that half a layer begins here
+#if NORMED  // profiles recognise the start of half a layer by this name
 #define quantize_rows add_rms_norm_quantize
 #endif
-constexpr int RESIDENT = HELD > 1 ? 1 : 3;  // blocks of 512 threads of a multiprocessor, for which there are registers
+constexpr int RESIDENT = HELD > 1 ? 1 : 3;  // blocks of 512 threads per multiprocessor, limited by registers
 
 extern "C" __global__ void __launch_bounds__(ROUNDERS, RESIDENT) quantize_rows(const __grid_constant__ Product p) {
     __shared__ float parts[2 * MOST_PARTS];

@@ -1,23 +1,23 @@
-// The two products of a mixture's experts, whose weights are kept as codes: FORMAT is Mxfp4, Fp8, Int with the bits of a
-// code and the inputs of a group, or Gguf with the bits of a code and what there is for 32 inputs.
+// The two products of a mixture's experts, with weights stored as codes. FORMAT is Mxfp4, Fp8, Int with the bits of a
+// code and the inputs of a group, or Gguf with the bits of a code and the numbers that exist for 32 inputs.
 //
-// A row of weights is read in steps of 128 inputs: lane t of four takes the 32 inputs that begin at 32 t, so its codes
-// are 16 bytes that share a scale (MXFP4) or 32 bytes (FP8), and are unpacked to what a tensor core takes as its left
-// operand. Which inputs meet in one instruction, 16 at a time, is a matter of where they lie; activations are kept in
-// the order of the instructions (`place`), their rows padded with zeros to whole steps. Inputs are summed in chunks of
-// some steps, each from nothing, and chunks in their order: whether they have warps of their own makes no difference
-// to the bits, nor does the number of tokens, nor whether the instruction is mma or wgmma. Integers of a step may be of
-// several groups, so the four lanes share every 32 inputs (4 bits) or 16 (8 bits), and groups are summed each from
-// nothing, as chunks are. A group of Gguf has up to three sums, one after another: of its halves, and of the activations
-// alone (a product with ones), which its offset is multiplied by.
+// A row of weights is read in steps of 128 inputs: lane t of four reads the 32 inputs from 32 t on, so its codes are 16
+// bytes that share a scale (MXFP4) or 32 bytes (FP8). They are unpacked to the left operand of a tensor core. Which 16
+// inputs one instruction multiplies depends on where they are stored: activations are stored in the order of the
+// instructions (`place`), their rows padded with zeros to whole steps. Inputs are summed in chunks of some steps, each
+// from zero, and chunks are added in order: the bits do not depend on whether chunks have separate warps, on the number
+// of tokens, or on whether mma or wgmma is used. A step of integers may contain several groups, so the four lanes share
+// every 32 inputs (4 bits) or 16 (8 bits), and each group is summed from zero, as chunks are. A group of Gguf has up to
+// three sums, one after another: those of its halves, and that of the activations alone (a product with ones), by which
+// its offset is multiplied.
 //
-// Codes go through shared memory, where each lane finds its own: more bytes are on their way than registers would hold.
+// Codes are copied through shared memory, since more bytes are in flight than registers would hold.
 #include "mixture_codes.cuh"
 #include "mixture_tiles.cuh"
 
 #define KERNEL(THREADS, BLOCKS) extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void
 
-// A few tokens: a warp takes chunks of one pair's 16 rows, each with as much of the pair's activations.
+// For a few tokens: a warp computes chunks of 16 rows for one pair. An item is a chunk's codes and activations.
 constexpr int ITEM = F::CHUNK * (SLOT + 256);
 DEV void bring_item_codes(u32 to, const Matrix& m, int strip, int chunk) {
     Lines lines = lines_of(m, strip);
@@ -29,7 +29,7 @@ DEV void bring_item_x(u32 to, const u16* x, int chunk, int steps) {
     int units = min(F::CHUNK, steps - chunk * F::CHUNK) * 16;
     for (int u = threadIdx.x & 31; u < units; u += 32) copy_async(to + F::CHUNK * SLOT + u * 16, x + (chunk * F::CHUNK * 128 + u * 8));
 }
-// The sums of a pair of rows over one chunk, or over each group of integers with their factors; in lanes whose t is 0.
+// Computes a pair of rows' sums over a chunk, or over each group of integers with their factors; in lanes with t = 0.
 DEV void item_product(float2 (&sums)[SUMS], float2 (&factors)[SUMS], u32 from, const Matrix& m, int chunk) {
     float acc[4] = {};
     auto from_nothing = [&] { acc[0] = acc[1] = acc[2] = acc[3] = 0; };
@@ -46,7 +46,7 @@ DEV void item_product(float2 (&sums)[SUMS], float2 (&factors)[SUMS], u32 from, c
             F::unpack(low, c.v[0], j, c.factor[0][j / PARTS]);
             F::unpack(high, c.v[1], j, c.factor[1][j / PARTS]);
             uint4 b = load_matrices(x + j * 64);
-            int first = j / PARTS * WORDS;  // of the group's sums
+            int first = j / PARTS * WORDS;  // index of the group's first sum
             if (F::INTEGERS && j % PARTS == 0) from_nothing();
             mma<F::BF16>(acc, low[0], high[0], low[1], high[1], b.x, b.y);
             if (F::HALVES) ends(c, first), from_nothing();
@@ -65,15 +65,15 @@ DEV void item_product(float2 (&sums)[SUMS], float2 (&factors)[SUMS], u32 from, c
 DEV float4 with_factors(float2 v, float2 f) { return make_float4(v.x, v.y, f.x, f.y); }
 DEV void add_chunk(float2& total, float4 v) { total.x = fmaf(v.x, v.z, total.x), total.y = fmaf(v.y, v.w, total.y); }
 
-// out[pair] = act(gate_up[expert] @ x[token] + bias): a block 16 rows of one pair's expert.
+// Computes out[pair] = act(gate_up[expert] @ x[token] + bias): one block per 16 rows of a pair's expert.
 KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
     constexpr int EACH = F::EACH_UP, TURN = 4 * EACH;
-    DYNAMIC_SHARED(room);  // [TURN] items; the sums of a chunk's 8 pairs take the place of its item
+    DYNAMIC_SHARED(room);  // [TURN] items; the sums of a chunk's 8 pairs of rows overwrite its item
     int strips = p.rows / 16, pair = blockIdx.x / strips, strip = blockIdx.x % strips;
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
     u32 at = shared_address(room) + warp * EACH * ITEM;
     wait_before();
-    launch_dependents();  // not sooner: experts_down_pairs reads what was there before this kernel
+    launch_dependents();  // not earlier: experts_down_pairs reads data written before this kernel
     int slot = slot_of(p, load_fresh(p.ids + pair));
     if (slot < 0) return;
     Matrix m = matrix_of(p, slot, !p.clamped);
@@ -119,11 +119,11 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
     if (threadIdx.x == 8 && strip + 1 == strips) store_padding(p, pair);
 }
 
-// rows[pair] = down[expert] @ x[pair] + bias; out is these, or the sums of share * row of each token: a block 16 rows
-// of one token, all its experts' chunks. Codes are brought before the kernel that makes x has ended.
+// Computes rows[pair] = down[expert] @ x[pair] + bias; out is these, or each token's sum of share * row: one block per
+// 16 rows of a token, for the chunks of all its experts. Codes are copied while the kernel that computes x still runs.
 KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
     constexpr int EACH = F::EACH_DOWN;
-    DYNAMIC_SHARED(room);  // [16 warps][EACH] items, then sums of chunks [k][chunks][SUMS][8], of pairs [k][8]
+    DYNAMIC_SHARED(room);  // [16 warps][EACH] items, then sums of chunks [k][chunks][SUMS][8] and of pairs [k][8]
     __shared__ int slots[64];
     __shared__ float shares[64];
     int strips = p.rows / 16, token = blockIdx.x / strips, strip = blockIdx.x % strips;

@@ -1,7 +1,7 @@
 """The products of a mixture whose experts are kept as MXFP4 or FP8 codes or as integers, in CUDA C++ (mixture.cu).
 
-They have one order of sums at every number of tokens, which is not that of kernels/triton/moe: a mixture takes all its
-products from here, or none. Routing, sorting and the sum over tiles' rows are Triton's.
+Their order of sums is the same for every number of tokens, and differs from that of kernels/triton/moe: a mixture uses
+them for all of its products, or for none. Triton kernels do the routing, the sorting and the sum over tiles' rows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from spillover.kernels.moe.experts import Experts
 from spillover.kernels.triton.launch import early
 
 SOURCE = Path(__file__).parent / "mixture.cu"
-ALIGNED = 32  # hidden and inner sizes are multiples of it
-MOST_EXPERTS = 64  # of a token
-CAPABILITY = (8, 0)  # from here on there are asynchronous copies and products of bfloat16
-# Tiles by tokens, and up to how many pairs of an expert times GroupedGemm.fill they are the fastest on an H200.
+ALIGNED = 32  # hidden and inner sizes must be multiples of this
+MOST_EXPERTS = 64  # maximum number of experts of a token
+CAPABILITY = (8, 0)  # the lowest with asynchronous copies and products of bfloat16
+# By the tokens of a tile: maximum pairs of an expert times GroupedGemm.fill for which it is the fastest on an H200.
 UP_TO = {16: 16, 64: 144, 128: 192}
 FEW: Tiles = (Tile(1, 16, EXPERT_ROW, 4, 1, "experts_gate_up_pairs"),
               Tile(1, 16, EXPERT_ROW, 16, 1, "experts_down_pairs"))
@@ -39,18 +39,17 @@ FEW: Tiles = (Tile(1, 16, EXPERT_ROW, 4, 1, "experts_gate_up_pairs"),
 
 @dataclass(frozen=True)
 class Form:
-    """What mixture.cu says of a format, which is its FORMAT there: steps of EXPERT_ROW inputs that are a chunk, bytes
-    of a warp's codes in a step, chunks on their way to a warp, and steps to a block by tokens of a tile."""
+    """The constants of a format in mixture.cu."""
 
-    name: str
-    chunk: int
-    slot: int
-    each: tuple[int, int]
-    stages: Mapping[int, int]
-    sums: int = 1  # of a chunk, each with a factor of its own
+    name: str  # FORMAT in mixture.cu
+    chunk: int  # steps of EXPERT_ROW inputs in a chunk
+    slot: int  # bytes of a warp's codes in a step
+    each: tuple[int, int]  # chunks in flight to a warp, for each of the two products
+    stages: Mapping[int, int]  # steps in flight to a block, by tokens of a tile
+    sums: int = 1  # number of sums of a chunk, each with its own factor
 
     def few_shared(self, inner: int, k: int) -> tuple[int, int]:
-        """Return the bytes that blocks of the two products share for a few tokens."""
+        """Return the bytes of shared memory of a block of each of the two products of a few tokens."""
         item = self.chunk * (self.slot + 2 * EXPERT_ROW)
         chunks = -(-inner // (self.chunk * EXPERT_ROW))
         up, down = (tile.warps * each for tile, each in zip(FEW, self.each, strict=True))
@@ -82,7 +81,7 @@ FORMS = {Mxfp4.experts.code: Form("Mxfp4", 3, 1024 + 64, (2, 1), {16: 5, 64: 4, 
 
 
 class Product(ctypes.Structure):
-    """What a kernel of mixture.cu takes."""
+    """The argument of the kernels of mixture.cu."""
 
     _fields_ = (*((name, c_void_p) for name in ("x", "codes", "scales", "bias")),
                 *((name, c_int64) for name in ("stride", "scale_stride", "bias_stride")),
@@ -91,9 +90,9 @@ class Product(ctypes.Structure):
 
 
 def cuda_gemm(gemm: GroupedGemm, x: Tensor, inner: int, k: int) -> GroupedGemm:
-    """Return how the kernels here multiply x [T, H] with stacks of an ordered format; `gemm` where they do not.
+    """Return how the kernels of this module multiply x [T, H] by stacks of an ordered format; `gemm` if they do not.
 
-    The number of tokens makes no difference.
+    The choice does not depend on the number of tokens.
     """
     form = FORMS.get(gemm.code)
     if not gemm.ordered or form is None or x.dtype is not torch.bfloat16:
@@ -109,7 +108,7 @@ def cuda_gemm(gemm: GroupedGemm, x: Tensor, inner: int, k: int) -> GroupedGemm:
 
 @cache
 def kernels(form: str, device: torch.device) -> Module | None:
-    """Return the kernels for a format; None, and on a CUDA device a line in the log, where there are none."""
+    """Return the kernels for a format, or None if there are none, which is logged for a CUDA device."""
     if device.type != "cuda":
         return None
     wrong = ""
@@ -122,7 +121,7 @@ def pair_products(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None,
     tiles: Tiles, h: Tensor, parts: Tensor, out: Tensor | None, slots: Tensor | None = None,
 ) -> None:
-    """Multiply as kernels.triton.moe.moe.pair_products does, but `parts` is left alone where there is an `out`."""
+    """Multiply as kernels.triton.moe.moe.pair_products does, but do not use `parts` if there is an `out`."""
     pairs, k = ids.numel(), ids.shape[1]
     begins_early = early(x.device)["EARLY"]
     shared = FORMS[second.gemm.code].few_shared(second.width, k)
@@ -142,7 +141,7 @@ def tile_products(
     for tile, stack, given, out in ((tiles[0], first, x, h), (tiles[1], second, h, rows)):
         product = _product(given, stack, out, k, limit if stack is first else None, slots)
         product.places, product.order = places.data_ptr(), order.data_ptr()
-        # The second product reads its weights before the first has ended.
+        # The second product reads its weights before the first has completed.
         _launch(stack, x.device, tile, len(places), product, FORMS[stack.gemm.code].many_shared(tile),
                 stack is second and early(x.device)["EARLY"])
 
@@ -163,7 +162,7 @@ def _product(x: Tensor, stack: Experts, out: Tensor, k: int, limit: float | None
 
 def _launch(stack: Experts, device: torch.device, tile: Tile, places: int, product: Product, shared: int,
             early: bool) -> None:
-    """Launch a block per `tile.rows` of the weights, for each of the places."""
+    """Launch one block per `tile.rows` rows of the weights, for each of the `places`."""
     found = kernels(FORMS[stack.gemm.code].name, device)
     assert found is not None, "cuda_gemm has compiled them"
     found.launch(tile.kernel, places * -(-product.rows // tile.rows), tile.warps * 32, product, shared, early)

@@ -1,47 +1,47 @@
-// Products whose sums have one order (triton/ordered_linear.py), of many rows, for compute capability 9.0.
+// Products of many rows whose sums have one order (triton/ordered_linear.py), for compute capability 9.0.
 //
-// A block of threads multiplies tiles of rows x channels, one after another: one warp has the tensor memory accelerator
-// copy x and w to shared memory, STAGES steps ahead, and GROUPS warpgroups multiply, each its share of the rows. Each
-// chunk of the inner dimension is summed from nothing and added to the ones before it, in registers; or a cluster
-// of blocks multiplies one tile, each block one chunk, and a block adds up the chunks of a quarter of the rows.
+// A block of threads multiplies tiles of rows x channels, one after another: one thread has the tensor memory
+// accelerator copy x and w to shared memory, STAGES steps ahead, and GROUPS warpgroups multiply, each some of the rows.
+// Each chunk of the inner dimension is summed from zero and added to the previous ones, in registers. Or a cluster of
+// blocks multiplies one tile, each block one chunk, and each block adds up the chunks of a quarter of the rows.
 //
-// The last tiles of a matrix begin earlier, so that they overlap the ones before them: what lies outside is copied slowly.
-// A tile that is larger than the matrix copies what there is; the rest of its shared memory, which is whatever was there,
-// is multiplied and not stored.
+// The last tiles of a matrix begin earlier, overlapping the previous ones, as copies out of bounds are slow. A tile
+// that is larger than the matrix copies what exists; the rest of its shared memory has arbitrary contents, which are
+// multiplied but not stored.
 //
-// With GATED w is two matrices, one after the other, and half of a tile's channels are of each: what is stored is
-// silu(first) * second, rounded as by kernels of their own.
+// With GATED w is two matrices, one after the other, and a tile has half of its channels of each: silu(first) * second
+// is stored, rounded as by separate kernels.
 //
-// Defined when this is compiled: CHANNELS of a tile (a multiple of 8, with GATED of 16), HALVES of 64 rows that a warpgroup
-// multiplies, GROUPS, STAGES, CHUNKS, CLUSTER (CHUNKS, or 1), TYPE (BFLOAT16 or FLOAT16), HAS_BIAS, GATED, and the sums of
-// instructions.cuh.
+// Defined at compilation: CHANNELS per tile (a multiple of 8, with GATED of 16), HALVES (groups of 64 rows per
+// warpgroup), GROUPS, STAGES, CHUNKS, CLUSTER (CHUNKS, or 1), TYPE (BFLOAT16 or FLOAT16), HAS_BIAS, GATED, and the sums
+// of instructions.cuh.
 #include "instructions.cuh"
 
-constexpr int STEP = 64;  // of the inner dimension: 128 bytes, what a swizzle goes over
-constexpr int BAND = 8;   // tiles of rows that run side by side on the same channels, for the cache
+constexpr int STEP = 64;  // columns of the inner dimension per step: 128 bytes, the span of a swizzle
+constexpr int BAND = 8;   // row tiles computed concurrently on the same channels, which then stay in the cache
 constexpr int ROWS = 64 * HALVES * GROUPS;
 constexpr int STORED = GATED ? CHANNELS / 2 : CHANNELS;  // channels of a tile that are stored
 constexpr int X_BYTES = ROWS * STEP * 2, W_BYTES = CHANNELS * STEP * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int CONSUMERS = 128 * GROUPS;  // threads
 constexpr bool SPREAD = CLUSTER > 1;
-// A whole warpgroup, of which one thread copies, gives up registers for the others. A block has those that all of its
-// threads begin with, a multiple of 8 each: one that asks for more than were given up waits for ever.
+// A whole warpgroup, of which one thread copies, releases registers for the others. A block has the registers that all
+// of its threads start with, a multiple of 8 each: a request for more than were released would wait forever.
 constexpr int THREADS = CONSUMERS + 128;
 constexpr int REGISTERS = 65536 / THREADS / 8 * 8, FEW_REGISTERS = 24;
 constexpr int MANY_REGISTERS = (REGISTERS * (GROUPS + 1) - FEW_REGISTERS) / GROUPS / 8 * 8;
-constexpr bool MOVE_REGISTERS = GROUPS > 1;  // else all threads begin with as many as there can be
+constexpr bool MOVE_REGISTERS = GROUPS > 1;  // otherwise all threads start with the maximum
 
 struct Product {
     Map x, w;
     const u16* bias;
     u16* out;
-    int rows, channels, inner, chunk;  // channels: of out
+    int rows, channels, inner, chunk;  // channels: of out, which are half of w's with GATED
 };
 
 DEV u32 packed(float low, float high) { return TYPE == BFLOAT16 ? to_bf16x2(low, high) : to_half2(low, high); }
 DEV float widened(u16 value) { return TYPE == BFLOAT16 ? __uint_as_float(u32(value) << 16) : from_half(value); }
 
-struct Ring {  // the stage whose turn it is
+struct Ring {  // the current stage
     int stage = 0;
     u32 phase = 0;
     __device__ __forceinline__ void advance() {
@@ -53,10 +53,10 @@ struct Ring {  // the stage whose turn it is
 };
 
 struct Place {
-    int row, channel;  // the first of a tile
+    int row, channel;  // first row and first channel of a tile
 };
 
-// Tiles of a band of rows come one after another, then the next channels.
+// Returns the place of a tile: tiles of a band of rows follow each other, then those of the next channels.
 DEV Place place(const Product& a, int tile, int row_tiles, int channel_tiles) {
     int band = tile / (BAND * channel_tiles), within = tile % (BAND * channel_tiles);
     int height = min(row_tiles - band * BAND, BAND);
@@ -81,8 +81,8 @@ DEV void add_bias(const Product& a, float (&d)[16], int channel, int end) {
 
 DEV float rounded(float value) { return widened((u16)packed(value, 0)); }
 
-// Stores 32 channels, the ones before `end`, of the two rows (8 apart) of which a thread has sums: 2 of every 8 channels.
-// Threads of a quad exchange theirs so that each stores 8 channels at a time. `up`: with GATED, the second matrix's sums.
+// Stores 32 channels, up to `end`, of the two rows (8 apart) of a thread's sums, which are 2 of every 8 channels.
+// Threads of a quad exchange sums so that each stores 8 channels at a time. `up`: with GATED, the second matrix's sums.
 DEV void store(const Product& a, float (&d)[16], float (&up)[16], int row, int channel, int end) {
     const int quarter = threadIdx.x & 3;
     add_bias(a, d, channel, end);
@@ -115,12 +115,12 @@ DEV void store(const Product& a, float (&d)[16], float (&up)[16], int row, int c
     }
 }
 
-// Adds up chunks, one in each block of the cluster: this block those of 16 rows of each warpgroup, whose warps take 32
-// channels at a time. `row`: the warpgroup's first.
+// Adds up chunks, one from each block of the cluster. This block adds those of 16 rows of each warpgroup, with 32
+// channels per warp at a time. `row`: the warpgroup's first row.
 DEV void add_up(const Product& a, const float (&sums)[SUMS], u32 memory, int row, int channel, int end) {
-    constexpr int PIECE_BYTES = 32 * 16, ROWS_BYTES = SUMS / 4 * PIECE_BYTES;  // of a warp's sums: 4 of each thread; all
+    constexpr int PIECE_BYTES = 32 * 16, ROWS_BYTES = SUMS / 4 * PIECE_BYTES;  // a warp's sums: 4 per thread; all
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, self = blockIdx.x % CLUSTER;
-    sync_first<CONSUMERS>();  // nothing reads tiles any more
+    sync_first<CONSUMERS>();  // tiles are no longer read
 #pragma unroll
     for (int i = 0; i < SUMS; i += 4)
         put(memory + warp * ROWS_BYTES + i / 4 * PIECE_BYTES + lane * 16, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
@@ -143,7 +143,7 @@ DEV void add_up(const Product& a, const float (&sums)[SUMS], u32 memory, int row
         if (GATED) add(up, STORED + first);
         store(a, total, up, row + self * 16 + lane / 4, channel + first, end);
     }
-    meet_cluster();  // what others read stays until they have
+    meet_cluster();  // keeps shared memory valid until other blocks have read it
 }
 
 #if CLUSTER > 1
@@ -180,7 +180,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) ordered_gem
                 copy_tile(to, a.w, begin + step * STEP, channel, full + 8 * stage);
                 if (GATED) copy_tile(to + STORED * STEP * 2, a.w, begin + step * STEP, channel + a.channels, full + 8 * stage);
             };
-            // Weights are copied while the kernel that makes x still runs.
+            // Weights are copied while the kernel that computes x still runs.
             const int ahead = min(steps, STAGES);
             for (int i = 0; i < ahead; i++) copy_w(i, place(a, first, row_tiles, channel_tiles).channel, i);
             wait_before();

@@ -1,6 +1,6 @@
 """Products of many rows whose sums have one order, in CUDA C++ for compute capability 9.0 (ordered_gemm.cu).
 
-They have the bits of triton/ordered_linear.py, which serves wherever these do not: how a product is cut is free.
+They give the same bits as triton/ordered_linear.py, which is used where they do not apply, with any cut of a product.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from spillover.kernels.cuda.driver.tensor_map import TYPES, Map, capable, proces
 from spillover.kernels.extents import product_chunks
 
 SOURCE = Path(__file__).parent / "ordered_gemm.cu"
-STEP = 64  # of the inner dimension
-UNIT_ROWS = 64  # that a warpgroup multiplies at once
+STEP = 64  # inputs of a step
+UNIT_ROWS = 64  # rows that a warpgroup multiplies at once
 SHARED = 227 << 10  # bytes of a multiprocessor's shared memory
-NAMES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}  # in instructions.cuh
+NAMES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}  # names of the types in instructions.cuh
 
 
 class Cut(NamedTuple):
-    """The tiles of a product, in the words of ordered_gemm.cu."""
+    """The tiles of a product, in the terms of ordered_gemm.cu."""
 
-    channels: int
-    halves: int = 1
-    groups: int = 2
-    spread: bool = False  # the chunks of a tile over a cluster of blocks
-    gated: bool = False  # half of a tile's channels are of each of two matrices
+    channels: int  # channels of a tile
+    halves: int = 1  # units of UNIT_ROWS rows per warpgroup
+    groups: int = 2  # warpgroups that multiply
+    spread: bool = False  # whether the chunks of a tile are spread over a cluster of blocks
+    gated: bool = False  # whether half of a tile's channels are of each of two matrices
 
     @property
     def rows(self) -> int:
@@ -41,7 +41,7 @@ class Cut(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """Return the channels of a tile that are stored."""
+        """Return the number of channels of a tile that are stored."""
         return self.channels // 2 if self.gated else self.channels
 
     @property
@@ -54,30 +54,30 @@ class Cut(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Return the bytes of shared memory, with barriers."""
+        """Return the bytes of shared memory of a block, including barriers."""
         return self.stages * ((self.rows + self.channels) * STEP * 2 + 16)
 
     def tiles(self, rows: int, channels: int) -> int:
         return -(-rows // self.rows) * -(-channels // self.channels)
 
     def slots(self, processors: int) -> int:
-        """Return the tiles that run at a time: 30 clusters of 4 fit an H200 of 132 multiprocessors."""
+        """Return the number of tiles that run at a time: 30 clusters of 4 fit an H200 of 132 multiprocessors."""
         return max(1, processors * 10 // 44) if self.spread else processors
 
     def clocks(self, inner: int, chunks: int) -> float:
-        """Estimate what a tile takes. A step of 16 is bound by the tensor cores or by shared memory, which operands are
-        written to once and read from once per 64 rows; large tiles copy less, and each ends with a store. Beside wide
-        sums the totals of chunks leave few registers. What this chooses is on average 1% slower than the fastest cut
-        that was timed on an H200."""
+        """Estimate the clock cycles of a tile. A step of 16 inputs is bound by the tensor cores or by shared memory, to
+        which operands are written once and from which they are read once per 64 rows; large tiles copy less, and each
+        ends with a store. With wide sums, the totals of chunks leave few registers. The cut that this chooses is on
+        average 1% slower than the fastest one timed on an H200."""
         multiply = self.halves * self.channels
         share = 2 * self.halves * (16 + self.channels / 4) + (self.rows + self.channels) / 4
         crowded = {192: 1.03, 224: 1.06}.get(self.channels, 1.0) if chunks > 1 else 1.0
         return crowded * inner / 16 * (max(multiply, share) + (self.rows + self.channels) / 16) + 10 * multiply
 
     def clocks_of_few(self, rows: int, channels: int, inner: int, chunks: int, processors: int) -> float:
-        """Estimate what a product of up to FEW_ROWS rows takes. A step of 16 is bound by the tensor cores, by shared
-        memory or by the cache, which x is read from again for each tile. What this chooses is on average 1% slower than
-        the fastest cut that was timed on an H200."""
+        """Estimate the clock cycles of a product of up to FEW_ROWS rows. A step of 16 inputs is bound by the tensor
+        cores, by shared memory or by the cache, from which x is read again for each tile. The cut that this chooses is
+        on average 1% slower than the fastest one timed on an H200."""
         box, multiply = min(rows, self.rows), self.groups * self.halves * self.channels / 2
         share = self.groups * self.halves * (16 + self.channels / 4) + (box + self.channels) / 4
         step = max(multiply, share, 0.46 * box + 0.82 * self.channels)
@@ -96,19 +96,19 @@ class Cut(NamedTuple):
 
 
 CUTS = tuple(Cut(channels) for channels in range(32, 225, 32))
-LARGE = (Cut(256), Cut(192, 2))  # without chunks only, as sums and totals would not fit into registers, and not if
-LONG = 2048  # is more than the inner dimension: a tile's sums then take long to store for what it multiplies
+LARGE = (Cut(256), Cut(192, 2))  # only without chunks, as sums and totals would not fit into registers
+LONG = 2048  # minimum inner dimension for LARGE: with less, storing a tile's sums takes long compared to its products
 
-FEW_ROWS = 256
-MOST_CHANNELS = {1: 256, 2: 256, 3: 192}  # by warpgroups, whose sums fit into registers
-MOST_WITH_TOTALS = {1: 128, 2: 224, 3: 96}
-MOST_WAVES = 12
-MOST_PREPARED = 2048  # rows; those of more have cuts of these
+FEW_ROWS = 256  # maximum number of rows that few_cuts is for
+MOST_CHANNELS = {1: 256, 2: 256, 3: 192}  # by warpgroups: maximum channels of a tile, whose sums fit into registers
+MOST_WITH_TOTALS = {1: 128, 2: 224, 3: 96}  # the same with totals of chunks
+MOST_WAVES = 12  # maximum number of waves that tiles are narrowed for
+MOST_PREPARED = 2048  # rows; products of more rows have the same cuts
 LEAST_CHANNELS = 16
 
 
 def few_cuts(rows: int, channels: int, chunks: int, processors: int, gated: bool = False) -> tuple[Cut, ...]:
-    """Return the cuts for up to FEW_ROWS rows: as narrow as fill one wave of tiles, two waves, and so on."""
+    """Return the cuts for up to FEW_ROWS rows, so narrow that tiles fill one wave, two waves, and so on."""
     cuts, unit = [], 16 if gated else 8
     for groups in MOST_CHANNELS:
         row_tiles = -(-rows // (UNIT_ROWS * groups))
@@ -124,7 +124,7 @@ def few_cuts(rows: int, channels: int, chunks: int, processors: int, gated: bool
 
 
 class _Arguments(ctypes.Structure):
-    """What the kernel takes, as large as its alignment makes it."""
+    """The argument of the kernel, padded to its alignment."""
 
     _fields_ = (("x", Map), ("w", Map), ("bias", c_void_p), ("out", c_void_p), ("rows", c_int), ("channels", c_int),
                 ("inner", c_int), ("chunk", c_int), ("padding", c_int * 8))
@@ -139,9 +139,9 @@ class _Plan(NamedTuple):
 
 def multiply(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, early: bool, gated: bool = False,
              cut: Cut | None = None) -> bool:
-    """Multiply x [T, K], w [N, K], bias [N] into out [T, N]; `gated`: silu(first half) * second half into
-    out [T, N / 2]. False where this kernel cannot. x and w must be readable by the tensor memory accelerator. `cut`:
-    instead of the one that would be chosen."""
+    """Multiply x [T, K] by w [N, K] and add bias [N] into out [T, N]; `gated`: silu(first half) * second half into
+    out [T, N / 2]. Return False if no kernel supports it. x and w must be readable by the tensor memory accelerator.
+    `cut` overrides the automatic choice."""
     (rows, channels), inner = out.shape, x.shape[1]
     plan = _plan(-(-rows // UNIT_ROWS), w.shape[0], inner, x.dtype, bias is not None, x.device, gated, cut)
     if plan is None:
@@ -171,8 +171,8 @@ def _plan(row_units: int, channels: int, inner: int, dtype: torch.dtype, bias: b
 
 def prepare(matrices: Iterable[tuple[int, int, bool, bool]], dtype: torch.dtype, device: torch.device,
             most_rows: int) -> None:
-    """Compile what products of up to `most_rows` rows with matrices (channels, inner dimension, whether there is a
-    bias, whether it is gated) will use, several at a time: at first use each would hold up a step for more than a
+    """Compile the kernels for products of up to `most_rows` rows with matrices (channels, inner dimension, whether
+    there is a bias, whether it is gated), several at a time: at first use each kernel would delay a step by more than a
     second."""
     if dtype not in TYPES or not capable(device):
         return
@@ -185,7 +185,7 @@ def prepare(matrices: Iterable[tuple[int, int, bool, bool]], dtype: torch.dtype,
 
 
 def chosen(rows: int, channels: int, inner: int, processors: int, gated: bool = False) -> Cut:
-    """Return the cut with which the multiprocessor that has most tiles takes least."""
+    """Return the cut that minimises the estimated time of the multiprocessor with most tiles."""
     chunks = product_chunks(channels, inner)[0]
     if rows <= FEW_ROWS:
         cuts = few_cuts(rows, channels, chunks, processors, gated)
@@ -197,7 +197,7 @@ def chosen(rows: int, channels: int, inner: int, processors: int, gated: bool = 
 
 @cache
 def kernel(cut: Cut, chunks: int, dtype: torch.dtype, bias: bool, device: torch.device) -> Module | None:
-    """Return the kernel that cuts products so, None where there is none."""
+    """Return the kernel for a cut, or None if there is none."""
     if not capable(device):
         return None
     return module_or_none(SOURCE, cut.options(chunks, dtype, bias), device, "products go through Triton's kernels")

@@ -1,4 +1,4 @@
-"""Weight formats, one a file: a new one is a file here, found by itself, and a test. See base.WeightFormat."""
+"""Weight formats, one per file: a new one is a file here, imported automatically, and a test. See base.WeightFormat."""
 
 from __future__ import annotations
 

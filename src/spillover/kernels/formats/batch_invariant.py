@@ -1,4 +1,4 @@
-"""Any format, multiplied on a CUDA device so that a row's sums have one order whatever the number of rows."""
+"""Any format, multiplied on a CUDA device with the same order of a row's sums for any number of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints whose linears are in several formats, and what is dequantised when it is loaded."""
+"""Checkpoints whose linears are in several formats, and linears that are dequantised when they are loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class FormatChoice(WeightFormat):
-    """A checkpoint's choice of a format for each of its linears; none is kept in the choice itself."""
+    """A checkpoint's choice of a format for each of its linears; no weight is kept in the choice itself."""
 
     @abstractmethod
     def stored_as(self, module: str) -> WeightFormat:
@@ -44,11 +44,11 @@ class FormatChoice(WeightFormat):
 
 @dataclass(frozen=True)
 class Dequantized(Dense):
-    """Numbers, dequantised when they are loaded: each matrix from the format that `base` says it is stored in. What a
-    checkpoint did not quantise, though its configuration says so, is loaded as it is."""
+    """Plain weights, dequantised when they are loaded: each matrix from the format that `base` gives for it. A matrix
+    that a checkpoint did not quantise, though its configuration says so, is loaded as it is."""
 
     base: WeightFormat = DENSE
-    form: WeightFormat | None = None  # of all matrices, which a CUDA device may multiply with
+    form: WeightFormat | None = None  # format of all matrices, which a CUDA device may keep instead; None: none
 
     def on_cuda(self, shape: LinearShape) -> WeightFormat:
         from spillover.kernels.formats.fp8_cuda import Fp8Cuda
@@ -56,7 +56,7 @@ class Dequantized(Dense):
         return (Fp8Cuda.of(self.form, shape) if self.form is not None else None) or self
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
-        """List the first tensor alone, as the others may not be there."""
+        """Return the first tensor alone, as the others may be missing."""
         return self.base.stored_as(module_of(name)).stored(name, rows, columns)[:1]
 
     def readable(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
@@ -83,7 +83,7 @@ class Dequantized(Dense):
 
 
 class OneMatrix:
-    """One of the matrices that a reader has, as a TensorReader."""
+    """A TensorReader of one of the matrices of another reader."""
 
     def __init__(self, reader: TensorReader, name: str, rows: int) -> None:
         self.matrices: Sequence[tuple[str, int]] = [(name, rows)]

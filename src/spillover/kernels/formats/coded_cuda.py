@@ -1,5 +1,5 @@
 """Codes in the tiles that cuda/coded_linear.py multiplies with, for a CUDA device: integers in groups that share a
-scale, and those of GGUF files."""
+scale, and the codes of GGUF files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightF
 from spillover.kernels.formats.gguf_codes import CodeForm
 from spillover.kernels.formats.grouped_int import GroupedInt
 
-PIECE = 1 << 22  # numbers that are dequantised at a time where there are no kernels
-PIECE_BYTES = 16  # that each takes on the way
+PIECE = 1 << 22  # number of weights that are dequantised at a time if there are no kernels
+PIECE_BYTES = 16  # temporary bytes of each of these weights
 
 
 class Part(NamedTuple):
-    """Rows of a linear that are tiles of one form."""
+    """Rows of a linear that are kept as tiles of one form."""
 
     form: Form
     rows: int
@@ -35,23 +35,23 @@ class Part(NamedTuple):
 
 
 class Tiles(WeightFormat):
-    """Tiles uint8 [N / STRIP, K / STEP, bytes] for each part of a linear, below each other. A row has the same bits
-    whatever the rows beside it."""
+    """Tiles uint8 [N / STRIP, K / STEP, bytes] for each part of a linear, in the order of rows. A row has the same bits
+    whatever the other rows."""
 
     @abstractmethod
     def parts(self, shape: LinearShape) -> tuple[Part, ...]:
-        """List the parts of a linear."""
+        """Return the parts of a linear."""
 
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
         return tuple(Field(f"tiles{index or ''}", "uint8", part.form.tiles_shape(part.rows, shape.in_features))
                      for index, part in enumerate(self.parts(shape)))
 
     def input_of(self, x: Tensor, w: Linear, index: int) -> Tensor:
-        """Return x as a part's tiles take it."""
+        """Return x with columns in the order of a part's tiles."""
         return x
 
     def numbers_of(self, numbers: Tensor, w: Linear, index: int) -> Tensor:
-        """Return numbers [rows, K] of a part's tiles as the weight has them."""
+        """Return a part's dequantised tiles [rows, K] with columns in the order of the weight."""
         return numbers
 
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
@@ -95,7 +95,7 @@ class Tiles(WeightFormat):
 
 @dataclass(frozen=True)
 class CodedCuda(Tiles):
-    """A format: tiles of integers in groups, and `base`'s order where it is ordered."""
+    """A format: tiles of integers in groups, and the order of columns if `base` is ordered."""
 
     base: GroupedInt
     quant_method = "coded_cuda"
@@ -153,10 +153,10 @@ class CodedCuda(Tiles):
 
 @dataclass(frozen=True)
 class GgufCuda(Tiles):
-    """A format: tiles of what a GGUF file has in codes; matrices of one form that are below each other are one part.
-    Codes of five and six bits, and those that name values, take a byte."""
+    """A format: tiles of the codes of a GGUF file; consecutive matrices of one form are one part. Codes of five and six
+    bits, and codes that are indices of values, take a byte."""
 
-    forms: tuple[CodeForm, ...]  # of the matrices that are fused
+    forms: tuple[CodeForm, ...]  # forms of the fused matrices
     quant_method = "gguf"
 
     @classmethod
@@ -172,7 +172,7 @@ class GgufCuda(Tiles):
         return (Part(*counted[0], cuda.in_pairs(shape.output_sizes)),)
 
     def _neighbours(self) -> list[tuple[CodeForm, list[int]]]:
-        """List the forms, each with the matrices below each other that have it."""
+        """Return the forms, each with the indices of the consecutive matrices that have it."""
         return [(form, list(which)) for form, which in groupby(range(len(self.forms)), lambda i: self.forms[i])]
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
@@ -185,7 +185,7 @@ class GgufCuda(Tiles):
 
 
 def tile_form(form: CodeForm) -> Form:
-    """Return the form that tiles of a GGUF file's codes have."""
+    """Return the form of tiles for a form of GGUF codes."""
     bits = 4 if form.bits == 4 and not form.values else 8
     scales = (("SUPER" if form.has_offset else "SIGNED") if form.head else
               "PAIR" if form.has_offset else SCALES[getattr(torch, form.block[0])])
@@ -194,7 +194,7 @@ def tile_form(form: CodeForm) -> Form:
 
 
 def tile_codes(codes: gguf_codes.Codes) -> Codes:
-    """Return what a GGUF file has as tiles take it, exactly: codes that need a byte are counted from 128."""
+    """Convert the codes of a GGUF file to those of tiles, exactly: codes that take a byte are counted from 128."""
     form, values = codes.form, codes.values
     if form.values:
         values = torch.tensor(form.values, device=values.device).add(128).to(torch.uint8)[values.int()]
@@ -227,7 +227,7 @@ def _multiply(x: Tensor, tiles: Tensor, part: Part, bias: Tensor | None, gated: 
 
 
 def _multiply_numbers(x: Tensor, tiles: Tensor, part: Part, bias: Tensor | None) -> Tensor:
-    """Dequantise some rows after others, and multiply with each."""
+    """Dequantise a few rows at a time, and multiply by them."""
     from spillover.kernels.triton.ordered_linear import ordered_linear
 
     out = torch.empty(x.shape[0], part.rows, dtype=x.dtype, device=x.device)
@@ -241,7 +241,7 @@ def _multiply_numbers(x: Tensor, tiles: Tensor, part: Part, bias: Tensor | None)
 
 
 def _pieces(channels: int, inner: int, halves: bool) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield strips, and the rows of the weight that they are."""
+    """Yield slices of strips, and the rows of the weight in them."""
     strips, each = channels // STRIP, max(1, PIECE // (STRIP * inner))
     half = STRIP // 2
     for first in range(0, strips, each):

@@ -1,4 +1,4 @@
-"""Numbers in the engine's type, [out, in] as they are multiplied."""
+"""Unquantised weights [out, in] in the engine's compute type."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tile, invariant_
 @dataclass(frozen=True)
 class Dense(WeightFormat):
     quant_method = "dense"
-    # The fastest of those tried on an H200 with the shapes of Qwen3-30B-A3B.
+    # The fastest tiles of those tried on an H200 with the shapes of Qwen3-30B-A3B.
     experts = GroupedGemm(
         code=0, few=(Tile(1, 16, 128, 2, 4), Tile(1, 32, 256, 2, 3)), invariant=invariant_tiles(64),
         many=tiles((16, 128, 32, 4, 4, 64, 4), (32, 64, 32, 4, 4, 64, 4), (64, 64, 64, 4, 3, 128, 4),
@@ -63,7 +63,7 @@ class Dense(WeightFormat):
 
 @dataclass(frozen=True)
 class Embedding(Dense):
-    """Rows that are only ever looked up."""
+    """An embedding, whose rows are only looked up."""
 
     def packed(self, width: int, shape: LinearShape) -> WeightFormat:
         return self

@@ -1,4 +1,4 @@
-"""FP8 weights with a float32 scale for every block of 128 x 128, or one for all of a matrix."""
+"""FP8 weights with a float32 scale for every block of 128 x 128, or one for a whole matrix."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from spillover.kernels.formats.checkpoints.settings import module_of
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tile, invariant_tiles, tiles
 
 BLOCK = 128  # rows and columns that share a scale
-LARGEST = 448.0  # of e4m3
-SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # of the one scale of a module's matrix: both multiply
-BELOW_2 = 0xBF  # without the top bit of the exponent e4m3 stays below 2 and is never NaN
+LARGEST = 448.0  # largest value of e4m3
+SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # names of a module's single scale: both multiply
+BELOW_2 = 0xBF  # mask that clears the top bit of the exponent: e4m3 is then below 2 and never NaN
 
 
 @dataclass(frozen=True)
 class Fp8Block(WeightFormat):
-    """A format: values float8_e4m3fn [N, K] and float32 scales [blocks of N, blocks of K]; each of several matrices
-    that are fused begins a block of its own."""
+    """A format: values float8_e4m3fn [N, K] and float32 scales [blocks of N, blocks of K]; each fused matrix begins
+    a new block."""
 
-    scale_name: str = "weight_scale_inv"  # of a module's scales
-    whole: bool = False  # the checkpoint has one scale a matrix, which is kept for each block
-    activations: str = "dynamic"  # are rounded too, by their own scales; "none": they are not
+    scale_name: str = "weight_scale_inv"  # name of a module's scales
+    whole: bool = False  # whether the checkpoint has one scale per matrix, which is kept for each block
+    activations: str = "dynamic"  # "dynamic": rounded to FP8 by their own scales; "none": not rounded
     keeps_linears = False
     quant_method = "fp8_block"
-    # The fastest of those tried on an H200 with the shapes of Qwen3-30B-A3B. A tile that not all of an expert's rows
-    # fit into unpacks its weights twice; one that is half empty costs less. The shift of FP8 does not fit into float16.
+    # The fastest tiles of those tried on an H200 with the shapes of Qwen3-30B-A3B. If an expert's rows need two tiles,
+    # its weights are unpacked twice; a half empty tile costs less. The exponent shift of FP8 does not fit into float16.
     experts = GroupedGemm(
         code=1, few=(Tile(1, 8, 256, 1, 4), Tile(1, 32, 256, 2, 4)), invariant=invariant_tiles(128),
         many=tiles((16, 128, 32, 2, 4, 64, 2), (32, 128, 32, 2, 4, 64, 2), (64, 128, 64, 8, 3, 128, 4),
@@ -43,7 +43,7 @@ class Fp8Block(WeightFormat):
                 Field("scales", "float32", scales))
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
-        """List the checkpoint's tensors; that of a whole matrix's scale has one of two names."""
+        """Return the checkpoint's tensors, without the scale of a whole matrix, which has one of two names."""
         values = Field(name, "float8_e4m3fn", (rows, columns))
         scales = Field(f"{module_of(name)}.{self.scale_name}", FLOATING, (blocks(rows), blocks(columns)), squeezed=True)
         return (values,) if self.whole else (values, scales)
@@ -78,7 +78,7 @@ FP8_TENSOR = Fp8Block(whole=True)
 
 
 def dummy_fp8(field: Field, device: torch.device, random: torch.Generator) -> Tensor:
-    """Make up values below 2, or scales."""
+    """Return random values below 2, or random scales."""
     if field.name == "scales":
         made = torch.empty(field.shape, device=device)
         return made.uniform_(0.5 * DUMMY_STD, 1.5 * DUMMY_STD, generator=random)
@@ -87,14 +87,14 @@ def dummy_fp8(field: Field, device: torch.device, random: torch.Generator) -> Te
 
 
 def read_scale(reader: TensorReader, name: str) -> Tensor:
-    """Read the one scale of a matrix."""
+    """Read the single scale of a matrix."""
     names = [f"{module_of(name)}.{scale}" for scale in SCALE_NAMES]
     found = next((scale for scale in names if reader.has(scale)), names[0])
     return reader.read(Field(found, FLOATING, (1,), squeezed=True)).float()
 
 
 def blocks(size: int) -> int:
-    """Return the blocks along a dimension; the last may be partly empty."""
+    """Return the number of blocks along a dimension; the last may be partly empty."""
     return -(-size // BLOCK)
 
 
@@ -106,7 +106,7 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise weight [N, K] -> (float8_e4m3fn [N, K], float32 [blocks of N, of K]), the largest of a block at 448."""
+    """Quantise weight [N, K] -> (float8_e4m3fn [N, K], float32 [blocks of N, of K]); the largest becomes 448."""
     rows, columns = weight.shape
     padded = torch.zeros(blocks(rows) * BLOCK, blocks(columns) * BLOCK, device=weight.device)
     padded[:rows, :columns] = weight

@@ -30,16 +30,16 @@ DUMMY_INPUT_SCALE = 0.02
 
 @dataclass(frozen=True)
 class Fp8Cuda(WeightFormat):
-    """A format: the tensors of `base`, and the scale [1] of its inputs if the checkpoint gives one. A row has the same
-    bits whatever the rows beside it."""
+    """A format: the tensors of `base`, and the scale [1] of its inputs if the checkpoint has one. A row has the same
+    bits whatever the other rows."""
 
     base: Fp8Rows | Fp8Block
     quant_method = "fp8_cuda"
 
     @classmethod
     def of(cls, base: WeightFormat, shape: LinearShape) -> Fp8Cuda | None:
-        """Return how a linear is kept so; None: activations are not to be rounded, the matrix is not of whole tiles, or
-        one of them has weights of two scales."""
+        """Return the format for a linear; None if activations must not be rounded, the matrix does not consist of whole
+        tiles, or a tile would have weights with different scales."""
         from spillover.kernels.formats.fp8_block import BLOCK, Fp8Block
         from spillover.kernels.formats.fp8_rows import Fp8Rows
 
@@ -66,7 +66,7 @@ class Fp8Cuda(WeightFormat):
         return self.base.stored(name, rows, columns)
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
-        """Read the matrices; one that the checkpoint has in a wider type is rounded."""
+        """Read the matrices; round a matrix that the checkpoint has in a wider type."""
         from spillover.kernels.formats.choice import OneMatrix
 
         values, scales = (torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=target.device)
@@ -144,28 +144,28 @@ class Fp8Cuda(WeightFormat):
 
     def _arguments(self, x: Tensor, w: Linear, bias: Tensor | None,
                    gated: bool) -> tuple[Tensor, Tensor, Tensor | None, bool, Tensor | None, bool]:
-        """Return what the products take behind the rows."""
+        """Return the arguments of the products after the rows."""
         from spillover.kernels.triton.launch import early
 
         given = w.tensors[2] if self._static else None
         return w.tensors[0], w.tensors[1], bias, gated, given, early(x.device)["EARLY"]
 
     def _uses(self, shape: LinearShape) -> list[tuple[bool, bool]]:
-        """List whether a product is gated and normed, of each way in which layers use it: norms come before several
-        outputs at once."""
+        """Return whether a product is gated and normed, for each way in which layers use it: only fused matrices follow
+        a norm."""
         if self._in_pairs(shape):
             return [(False, False), (True, False), (True, True)]
         return [(False, False), (False, True)] if len(shape.output_sizes) > 1 else [(False, False)]
 
     def _in_pairs(self, shape: LinearShape) -> bool:
-        """Return whether it is a gate and what that is multiplied with."""
+        """Return whether the matrices are a gate and the one it gates, of sizes for a gated product."""
         sizes = shape.output_sizes
         return len(sizes) == 2 and sizes[0] == sizes[1] and sizes[0] % (STEP if self._blocked else 32) == 0
 
 
 @cache
 def _served() -> bool:
-    """Return whether the CUDA device, if there is one, has these products; a plan without one is for one that has."""
+    """Return whether the CUDA device supports these products; without a device, a plan assumes that it does."""
     return not torch.cuda.is_available() or capable(torch.device("cuda", torch.cuda.current_device()))
 
 

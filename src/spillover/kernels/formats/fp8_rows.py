@@ -1,4 +1,4 @@
-"""FP8 weights with a scale a row, or one for all of a matrix, which is kept for each of its rows."""
+"""FP8 weights with one scale per row, or one per matrix, which is then kept for each of its rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from spillover.kernels.formats.fp8_block import FP8_TENSOR, SCALE_NAMES, dummy_f
 class Fp8Rows(WeightFormat):
     """A format: values float8_e4m3fn [N, K] and float32 scales [N]."""
 
-    per_row: bool = True  # in the checkpoint; False: one scale a matrix
-    activations: str = "dynamic"  # rounded too, by their own scales; "static": by `input_scale`; "none": not rounded
+    per_row: bool = True  # whether the checkpoint has one scale per row; False: one per matrix
+    activations: str = "dynamic"  # "dynamic": rounded to FP8 by own scales; "static": by `input_scale`; "none": not
     quant_method = "fp8_rows"
     keeps_linears = False
 
@@ -28,7 +28,7 @@ class Fp8Rows(WeightFormat):
                 Field("scales", "float32", (shape.out_features,)))
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
-        """List the checkpoint's tensors; that of a whole matrix's scale has one of two names."""
+        """Return the checkpoint's tensors, without the scale of a whole matrix, which has one of two names."""
         values = Field(name, "float8_e4m3fn", (rows, columns))
         scales = Field(f"{module_of(name)}.{SCALE_NAMES[0]}", FLOATING, (rows,), squeezed=True)
         return (values, scales) if self.per_row else (values,)
@@ -45,7 +45,7 @@ class Fp8Rows(WeightFormat):
         return values, scales
 
     def for_experts(self, names: Sequence[str]) -> WeightFormat:
-        """Keep one scale a matrix for each of its blocks: there is a grouped product for those."""
+        """Return the format of experts: with one scale per matrix that of blocks, which has a grouped product."""
         return self if self.per_row else FP8_TENSOR
 
     def dummy_tensor(self, field: Field, device: torch.device, random: torch.Generator) -> Tensor:

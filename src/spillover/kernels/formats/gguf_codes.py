@@ -1,4 +1,4 @@
-"""Weights in the codes that a quantised file has, multiplied as they are: see native/coded/coded.cpp."""
+"""Weights kept and multiplied in the codes of a quantised file: see native/coded/coded.cpp."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from spillover.kernels.fields import ITEMSIZE, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader
 from spillover.kernels.formats.packed import Panels
 
-_HALF = CODE_PANEL // 2
-_LISTS = 128  # bytes of the lists of matrices before the panels; three at most
-_ROWS = 128 * CODE_PANEL  # packed at a time
+_HALF = CODE_PANEL // 2  # channels of half a panel
+_LISTS = 128  # bytes of the list of matrices before the panels, for at most three matrices
+_ROWS = 128 * CODE_PANEL  # number of rows that are packed at a time
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _DOUBLED_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True)
 class CodeForm:
-    """A way to write numbers as codes. Without a head: w = block[0] * code + block[1], where the latter is there. With
-    one of float16: w = head[0] * block[0] * code - head[1] * block[1]; of float32: w = head[0] * code + head[1]. Codes
-    without an offset are counted from the middle."""
+    """A way to write weights as codes. Without a head: w = block[0] * code + block[1], or block[0] * code. With a
+    float16 head: w = head[0] * block[0] * code - head[1] * block[1]; with a float32 one: w = head[0] * code + head[1].
+    Codes without an offset are counted from the middle of their range."""
 
-    number: int  # in native/coded/coded.cpp
-    bits: int  # of a code; those of 8 are signed
-    block: tuple[str, ...]  # types of what there is one of for every row and block of 32 columns
-    head: tuple[str, ...] = ()  # the same for every `unit` columns
-    unit: int = CODE_BLOCK
-    values: tuple[int, ...] = ()  # that codes name; none: they are numbers
+    number: int  # number of this form in native/coded/coded.cpp
+    bits: int  # bits of a code; codes of 8 bits are signed
+    block: tuple[str, ...]  # types of the numbers of each row and block of 32 columns
+    head: tuple[str, ...] = ()  # types of the numbers of each row and `unit` columns
+    unit: int = CODE_BLOCK  # columns that share a head
+    values: tuple[int, ...] = ()  # values that codes are indices of; none: codes are numbers
 
     @property
     def parts(self) -> int:
-        """Return the parts of a block, each with a scale of its own."""
+        """Return the number of parts of a block, each with its own scale."""
         return self.block.count("int8") or 1
 
     @property
@@ -57,7 +57,7 @@ class CodeForm:
         return columns // self.unit * self.head_bytes + columns // CODE_BLOCK * self.block_bytes
 
 
-FORMS = {  # by the names of GGUF's types
+FORMS = {  # by the name of GGUF's type
     "Q4_0": CodeForm(0, 4, ("float16",)),
     "Q4_1": CodeForm(1, 4, ("float16", "float16")),
     "Q5_0": CodeForm(2, 5, ("float16",)),
@@ -79,20 +79,20 @@ def grouped_form(bits: int, group: int) -> CodeForm:
 
 @dataclass(frozen=True)
 class Codes:
-    """A [N, K] weight as its file has it."""
+    """A [N, K] weight as stored in its file."""
 
     form: CodeForm
-    values: Tensor  # [N, K] uint8; of 8 bits int8
+    values: Tensor  # [N, K] uint8; int8 if codes have 8 bits
     block: tuple[Tensor, ...]  # [N, K / CODE_BLOCK]
     head: tuple[Tensor, ...] = ()  # [N, K / unit]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """Return the same with other rows, or elsewhere; `change` gets a tensor [N, ...]."""
+        """Return the same with `change` applied to each tensor [N, ...], to choose rows or move them."""
         return Codes(self.form, change(self.values), tuple(change(part) for part in self.block),
                      tuple(change(part) for part in self.head))
 
     def weight(self) -> Tensor:
-        """Return [N, K] in float32."""
+        """Return the weight [N, K] in float32."""
         form = self.form
         rows, columns = self.values.shape
         blocks = columns // CODE_BLOCK
@@ -116,16 +116,16 @@ class Codes:
 
 
 def grouped_codes(values: Tensor, scales: Tensor, offsets: Tensor) -> Codes:
-    """Take w = scales * values + offsets: values [N, K] uint8 of 4 bits, or int8; scales and offsets [N, K / group]."""
+    """Return codes of w = scales * values + offsets; values [N, K]: uint8 of 4 bits, or int8; others [N, K / group]."""
     bits, group = (8 if values.dtype is torch.int8 else 4), values.shape[1] // scales.shape[1]
     return Codes(grouped_form(bits, group), values, (), (scales.float(), offsets.float()))
 
 
 @dataclass(frozen=True)
 class GgufCodes(Panels):
-    """A format: lists of matrices, and the panels of one after another, as bytes."""
+    """A format: a list of matrices, and the panels of one matrix after another, as bytes."""
 
-    forms: tuple[CodeForm, ...]  # of the matrices that are fused
+    forms: tuple[CodeForm, ...]  # forms of the fused matrices
     quant_method = "gguf"
     native_codes = True
 
@@ -139,7 +139,7 @@ class GgufCodes(Panels):
         return unpack_codes(w)
 
     def look_up(self, ids: Tensor, w: Linear) -> Tensor:
-        """Look up rows in their panels alone."""
+        """Look up rows, unpacking only the panels that have them."""
         found = torch.empty(ids.shape[0], w.shape.in_features)
         row = 0
         for form, rows, panels in self._matrices(w.shape, w.tensors[0]):
@@ -154,12 +154,12 @@ class GgufCodes(Panels):
                             for form, rows in self._neighbours(shape))
 
     def _neighbours(self, shape: LinearShape) -> list[tuple[CodeForm, int]]:
-        """List forms and rows, where matrices of one form that are below each other are one."""
+        """Return forms and numbers of rows, with consecutive matrices of one form as one."""
         listed = zip(self.forms, shape.output_sizes, strict=True)
         return [(form, sum(rows for _, rows in together)) for form, together in groupby(listed, key=lambda one: one[0])]
 
     def _matrices(self, shape: LinearShape, packed: Tensor) -> Iterator[tuple[CodeForm, int, Tensor]]:
-        """Yield each matrix's form, rows and panels [panels, bytes], as a view."""
+        """Yield each matrix's form, number of rows and panels [panels, bytes], as a view."""
         start = _LISTS
         for form, rows in self._neighbours(shape):
             size = (-(-rows // CODE_PANEL), form.panel_bytes(shape.in_features))
@@ -167,7 +167,7 @@ class GgufCodes(Panels):
             start += math.prod(size)
 
     def pack(self, parts: Sequence[Codes], packed: Tensor) -> None:
-        """Write the lists and the panels."""
+        """Write the list of matrices and the panels into `packed`."""
         shape = LinearShape(tuple(part.values.shape[0] for part in parts), parts[0].values.shape[1])
         left, start = list(parts), _LISTS
         lists = torch.zeros(_LISTS // 8, dtype=torch.int64)
@@ -189,7 +189,7 @@ class GgufCodes(Panels):
 
 
 def pack_codes(parts: Sequence[Codes], arena: Arena | None = None) -> Linear:
-    """Pack weights below each other. `arena` is where panels that stay are to lie."""
+    """Pack weights into a linear, concatenated along rows. `arena`: allocator of panels that stay in memory."""
     form = GgufCodes(tuple(part.form for part in parts))
     shape = LinearShape(tuple(part.values.shape[0] for part in parts), parts[0].values.shape[1])
     (field,) = form.fields(shape, "float32")
@@ -207,7 +207,7 @@ def unpack_codes(w: Linear) -> Tensor:
 
 
 def _packed(codes: Codes) -> Tensor:
-    """Return [panels, bytes]; rows past the last are zero."""
+    """Return codes as [panels, bytes]; rows past the last are zero."""
     form = codes.form
     rows, columns = codes.values.shape
     count, units, blocks = -(-rows // CODE_PANEL), columns // form.unit, form.unit // CODE_BLOCK
@@ -225,7 +225,7 @@ def _packed(codes: Codes) -> Tensor:
 
 
 def _unpacked(form: CodeForm, panels: Tensor) -> Tensor:
-    """Return [channels, columns] in float32 of [panels, bytes]."""
+    """Return the weight [channels, columns] in float32 of [panels, bytes]."""
     count = panels.shape[0]
     blocks = form.unit // CODE_BLOCK
     units = panels.shape[1] // (form.head_bytes + blocks * form.block_bytes)
@@ -244,7 +244,7 @@ def _unpacked(form: CodeForm, panels: Tensor) -> Tensor:
 
 
 def _vectors(values: Tensor, bits: int, count: int) -> Tensor:
-    """Order values [channels, columns] as native/coded/coded.h has them: bytes [panels, blocks, bytes]."""
+    """Reorder values [channels, columns] to the layout of native/coded/coded.h: bytes [panels, blocks, bytes]."""
     if bits == 8:
         # half, channel, block, vector, place, parity
         words = values.view(torch.uint8).reshape(count, 2, _HALF, -1, 8, 2, 2)

@@ -17,15 +17,15 @@ from spillover.kernels.formats.grouped_gemm import GroupedGemm, invariant_tiles
 from spillover.kernels.formats.grouped_int import GroupedInt, Matrix, unpack_nibbles
 from spillover.kernels.formats.int_experts import STEP, IntExperts
 
-FIRST_CODE = 9  # FORMAT of kernels/triton/moe/moe_product.py; the forms follow each other in KINDS' order
+FIRST_CODE = 9  # first FORMAT in kernels/triton/moe/moe_product.py; the others follow in the order of KINDS
 HOST_CODE = 11  # likewise, in native/moe/mixture.h
 KINDS = ((4, False, True), (8, False, True), (8, True, False), (8, True, True))  # bits, halves, offsets
-ZERO = {4: 0, 8: 128}  # the code that means 0
+ZERO = {4: 0, 8: 128}  # the code of 0, by bits
 
 
 def experts_format(forms: Collection[CodeForm], shapes: Iterable[LinearShape]) -> WeightFormat | None:
-    """Choose the one format that all experts of a layer are kept in, whose matrices a file has in these forms; None:
-    they have shapes that no grouped product takes."""
+    """Return the common format in which to keep all experts of a layer, whose matrices a file has in these forms; None
+    if no grouped product supports their shapes."""
     bits = 4 if all(form.bits == 4 and not form.values and form.parts == 1 for form in forms) else 8
     halves, offsets = any(form.parts == 2 for form in forms), any(form.has_offset for form in forms)
     plain = GgufInt(bits, CODE_BLOCK, "float32")
@@ -36,7 +36,7 @@ def experts_format(forms: Collection[CodeForm], shapes: Iterable[LinearShape]) -
 
 @dataclass(frozen=True)
 class GgufInt(GroupedInt):
-    """A GGUF file's codes that have a scale for 32 columns and no offset, as integers counted from the middle."""
+    """Codes of a GGUF file with one scale per 32 columns and no offset, as integers counted from the middle."""
 
     quant_method = "gguf"
 
@@ -47,9 +47,9 @@ class GgufInt(GroupedInt):
 
 @dataclass(frozen=True)
 class GgufExperts(WeightFormat):
-    """A format: codes uint8 [N, K * bits / 8], an even column in the low half of its byte where they have 4 bits, and
-    for every 32 columns a scale, or with `halves` one for each 16, then with `offsets` an offset: float32 [N, numbers].
-    w = scale * (code - ZERO) + offset, exactly what the file means."""
+    """A format: codes uint8 [N, K * bits / 8], with 4 bits an even column in the low half of its byte, and for every 32
+    columns a scale, or with `halves` one for each 16, then with `offsets` an offset: float32 [N, numbers].
+    w = scale * (code - ZERO) + offset, exactly as in the file."""
 
     bits: int
     halves: bool
@@ -58,7 +58,7 @@ class GgufExperts(WeightFormat):
 
     @property
     def numbers(self) -> int:
-        """Return how many there are for 32 columns."""
+        """Return the number of scales and offsets for 32 columns."""
         return 1 + self.halves + self.offsets
 
     @property
@@ -86,7 +86,7 @@ class GgufExperts(WeightFormat):
         values, numbers = _numbers(codes), [scales.expand(*scales.shape[:2], 2) if self.halves else scales]
         if self.offsets and codes.form.has_offset:
             numbers.append(_offsets(codes).unsqueeze(-1))
-        elif self.offsets and self.bits == 4:  # the middle is taken from codes that begin at 0: exact
+        elif self.offsets and self.bits == 4:  # codes begin at 0, and the offset subtracts the middle: exact
             values = values + 8
             numbers.append(scales * -8)
         elif self.offsets:
@@ -110,7 +110,7 @@ class GgufExperts(WeightFormat):
 
 
 def _numbers(codes: Codes) -> Tensor:
-    """Return what scales multiply, int16 [N, K]: codes beside an offset as they are, others less their middle."""
+    """Return the integers that scales multiply, int16 [N, K]: codes with an offset as is, others less the middle."""
     form, values = codes.form, codes.values.to(torch.int16)
     if form.values:
         return torch.tensor(form.values, dtype=torch.int16)[values.int()]
@@ -118,13 +118,13 @@ def _numbers(codes: Codes) -> Tensor:
 
 
 def _scales(codes: Codes) -> Tensor:
-    """Return float32 [N, K / 32, parts of a block]."""
+    """Return the scales, float32 [N, K / 32, parts of a block]."""
     scales = torch.stack([part.float() for part in codes.block[: codes.form.parts]], -1)
     return scales if not codes.form.head else scales * _heads(codes, 0).unsqueeze(-1)
 
 
 def _offsets(codes: Codes) -> Tensor:
-    """Return float32 [N, K / 32]."""
+    """Return the offsets, float32 [N, K / 32]."""
     added = codes.block[1].float()
     return -(_heads(codes, 1) * added) if codes.form.head else added
 

@@ -16,13 +16,13 @@ from spillover.kernels.quantize import round_to_int
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix [N, K] of a checkpoint, its tensors as GroupedInt's fields are, but columns in their own order."""
+    """One matrix [N, K] of a checkpoint, with tensors like GroupedInt's fields, but columns in their original order."""
 
     codes: Tensor  # uint8 [N, K * bits / 8]
     scales: Tensor  # [N, groups], of any floating type
     zeros: Tensor | None = None  # uint8 [N, groups]
-    group_of: Tensor | None = None  # int32 [K]: the group of each column, where they are in activation order
-    scales_name: str = ""  # names of its tensors, for refusals
+    group_of: Tensor | None = None  # int32 [K]: group of each column if they are in activation order
+    scales_name: str = ""  # names of the tensors, for error messages
     order_name: str = ""
 
 
@@ -30,13 +30,13 @@ class Matrix:
 class GroupedInt(WeightFormat):
     """A format: w[n, k] = (code[n, k] - zero[n, g]) * scale[n, g], g = k // group.
 
-    Fields: codes uint8 [N, K * bits / 8], an even column in the low half of its byte where they have 4 bits; scales
-    [N, groups]; zeros uint8 [N, groups] if it has `zeros`, else all are 2**(bits - 1); order int32 [fused matrices, K]
-    if it is `ordered`: column j of the codes is column order[j] of the weight, for each fused matrix by itself.
+    Fields: codes uint8 [N, K * bits / 8], with 4 bits an even column in the low half of its byte; scales [N, groups];
+    zeros uint8 [N, groups] if it has `zeros`, else all are 2**(bits - 1); order int32 [fused matrices, K] if it is
+    `ordered`: column j of the codes is column order[j] of the weight, for each fused matrix separately.
     """
 
-    bits: int = 4  # 4 or 8
-    group: int = 128  # columns that share a scale, the last group may have fewer; 0: all of a row
+    bits: int = 4  # bits of a code: 4 or 8
+    group: int = 128  # columns that share a scale (the last group may have fewer); 0: all columns of a row
     scale_dtype: str = "float16"
     zeros: bool = False
     ordered: bool = False
@@ -57,7 +57,7 @@ class GroupedInt(WeightFormat):
         return tuple(listed)
 
     def read_matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Matrix:
-        """Read one matrix; a subclass knows how a checkpoint stores it."""
+        """Read one matrix; subclasses implement this for the way in which a checkpoint stores it."""
         raise NotImplementedError
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
@@ -87,7 +87,7 @@ class GroupedInt(WeightFormat):
         return order
 
     def is_in_order(self, group_of: Tensor) -> bool:
-        """Return whether groups are columns beside each other."""
+        """Return whether groups consist of adjacent columns, in order."""
         return torch.equal(group_of.long(), self._group_of_sorted(len(group_of)))
 
     def _group_of_sorted(self, columns: int) -> Tensor:
@@ -107,12 +107,12 @@ class GroupedInt(WeightFormat):
         if field.name == "zeros":
             return torch.full(field.shape, 1 << (self.bits - 1), dtype=dtype, device=device)
         if field.name == "scales":
-            spread = DUMMY_STD * 12**0.5 / (1 << self.bits)  # of codes that are all equally likely
+            spread = DUMMY_STD * 12**0.5 / (1 << self.bits)  # mean scale, for codes that are all equally likely
             made = torch.empty(field.shape, device=device)
             return made.uniform_(0.5 * spread, 1.5 * spread, generator=random).to(dtype)
         codes = torch.randint(0, 256, field.shape, dtype=dtype, device=device, generator=random)
         for mask, middle in ((15, 8), (240, 128)) if self.bits == 4 else ((255, 128),):
-            codes += (codes & mask == 0) * middle  # without the lowest code their mean is the middle one
+            codes += (codes & mask == 0) * middle  # without the lowest code, the mean of codes is the middle one
         return codes
 
     def pack(self, codes: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class GroupedInt(WeightFormat):
         return IntExperts(self) if IntExperts.serves(self, shape) else None
 
     def _numbers(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: int) -> Tensor:
-        """Return float32 [n, K], columns as the codes have them."""
+        """Return the dequantised rows, float32 [n, K], with columns in the order of the codes."""
         groups = self.groups(columns)
         group = self.group or columns
         numbers = F.pad(self.unpack(codes).float(), (0, groups * group - columns)).view(-1, groups, group)
@@ -162,7 +162,7 @@ class GroupedInt(WeightFormat):
 
 @dataclass(frozen=True)
 class RoundedInt(GroupedInt):
-    """The same of a matrix that the checkpoint has as numbers, rounded while it is loaded."""
+    """The same format for a matrix that the checkpoint has unquantised, rounded while it is loaded."""
 
     quant_method = "rounded_int"
 

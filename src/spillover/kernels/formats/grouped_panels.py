@@ -17,24 +17,24 @@ from spillover.kernels.formats.packed import Panels
 
 @dataclass(frozen=True)
 class GroupedPanels(Panels):
-    """A format: panels of codes with a float32 scale and offset a group, w = scale * code + offset; where `base` is
-    ordered, of each fused matrix by itself, and the order."""
+    """A format: panels of codes with a float32 scale and offset per group, w = scale * code + offset; if `base` is
+    ordered, separate panels for each fused matrix, and the order."""
 
     base: GroupedInt
     quant_method = "grouped_panels"
 
     @classmethod
     def serves(cls, base: GroupedInt, shape: LinearShape) -> bool:
-        """Return whether a linear can be kept so."""
+        """Return whether a linear can be kept in this format."""
         group = base.group or shape.in_features
         return group % CODE_BLOCK == 0 == shape.in_features % group
 
     @property
     def native_codes(self) -> bool | None:  # type: ignore[override]
-        return None if self.base.ordered else True  # block.cpp reorders no columns
+        return None if self.base.ordered else True  # block.cpp does not reorder columns
 
     def _shapes(self, shape: LinearShape) -> list[LinearShape]:
-        """List the linears whose panels are a tensor each."""
+        """Return the shapes of the linears that have their own tensor of panels."""
         if not self.base.ordered:
             return [shape]
         return [LinearShape((rows,), shape.in_features) for rows in shape.output_sizes]
@@ -66,7 +66,7 @@ class GroupedPanels(Panels):
 
     def packed_tensors(self, shape: LinearShape, tensors: tuple[Tensor, ...],
                        target: Target | None = None) -> tuple[Tensor, ...]:
-        """Return the tensors of this format, made of those of `base`."""
+        """Return the tensors of this format, made from those of `base`."""
         named = dict(zip((field.name for field in self.base.fields(shape, "float32")), tensors, strict=True))
         made: list[Tensor] = []
         start = 0

@@ -13,18 +13,18 @@ from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightF
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, invariant_tiles
 from spillover.kernels.formats.grouped_int import GroupedInt
 
-STEP = 128  # columns of a row are a multiple of it
-GROUPS = (32, 64, 128)  # columns of a group as it is kept; longer ones are kept as several
-FIRST_CODE = 3  # FORMAT of kernels/triton/moe/moe_product.py: 4 bits by groups, then 8 bits
-ZERO = 0xFF  # bits of a group's word that are its zero; the others are those of its scale in float32
-HOST_CODE = 5  # of 4 bits by groups, then 8 bits: native/moe/mixture.h
+STEP = 128  # the number of columns must be a multiple of this
+GROUPS = (32, 64, 128)  # columns of a kept group; longer groups are kept as several
+FIRST_CODE = 3  # first FORMAT in kernels/triton/moe/moe_product.py: 4 bits by groups, then 8 bits
+ZERO = 0xFF  # mask of the zero in a group's word; the other bits are those of its float32 scale
+HOST_CODE = 5  # likewise, in native/moe/mixture.h
 
 
 @dataclass(frozen=True)
 class IntExperts(WeightFormat):
-    """A format: codes as `base` has them, uint8 [N, K * bits / 8], and a word for every group, int32 [N, groups].
+    """A format: codes as in `base`, uint8 [N, K * bits / 8], and a word for every group, int32 [N, groups].
 
-    Scales of float16 and bfloat16 are exact; of float32 the nearest of 16 bits is kept.
+    Scales of float16 and bfloat16 are exact; those of float32 are rounded to 16 significant bits.
     """
 
     base: GroupedInt
@@ -32,7 +32,7 @@ class IntExperts(WeightFormat):
 
     @classmethod
     def serves(cls, base: GroupedInt, shape: LinearShape) -> bool:
-        """Return whether stacks of such linears can be kept so."""
+        """Return whether stacks of such linears can be kept in this format."""
         group = base.group or shape.in_features
         return (not base.ordered and shape.in_features % STEP == 0 == shape.in_features % group
                 and shape.out_features % STEP == 0 and (group in GROUPS or group % STEP == 0))
@@ -72,7 +72,7 @@ class IntExperts(WeightFormat):
         return stacks
 
     def kept(self, shape: LinearShape, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the tensors of this format, made of those of `base`."""
+        """Return the tensors of this format, made from those of `base`."""
         codes, scales, *zeros = tensors
         middle = torch.full_like(scales, 1 << (self.base.bits - 1), dtype=torch.int32)
         words = words_of(scales, zeros[0] if zeros else middle)
@@ -89,7 +89,7 @@ class IntExperts(WeightFormat):
 
 
 def words_of(scales: Tensor, zeros: Tensor) -> Tensor:
-    """Return a word int32 for each scale and zero."""
+    """Return an int32 word for each scale and zero."""
     bits = scales.float().contiguous().view(torch.int32)
-    rounded = bits + (ZERO >> 1) + ((bits >> 8) & 1)  # halves to even
+    rounded = bits + (ZERO >> 1) + ((bits >> 8) & 1)  # rounds halves to even
     return (rounded & ~ZERO) | zeros.int()

@@ -14,26 +14,26 @@ from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightF
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tile, invariant_tiles, tiles
 
-GROUP = 32  # values a scale
-MAX_EXPONENT = 2  # of the largest E2M1 value, 6 = 1.5 * 2**2
-SCALE_BIAS = 127
-SCALE_PADDING = 4  # rows of scales are padded to a multiple of it, so that a kernel reads whole words
-DUMMY_SCALES = (120, 128)  # exponents, of 2**-7 to 1
+GROUP = 32  # values per scale
+MAX_EXPONENT = 2  # exponent of the largest E2M1 value, 6 = 1.5 * 2**2
+SCALE_BIAS = 127  # bias of a scale's exponent
+SCALE_PADDING = 4  # rows of scales are padded to a multiple of this, so that a kernel reads whole words
+DUMMY_SCALES = (120, 128)  # range of biased exponents, for 2**-7 to 1
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @register
 @dataclass(frozen=True)
 class Mxfp4(WeightFormat):
-    """A format: values uint8 [N, K / 2] and scales uint8 with their rows padded, [N, padded(K / GROUP)]."""
+    """A format: values uint8 [N, K / 2] and scales uint8 [N, padded(K / GROUP)], whose rows are padded."""
 
     quant_method = "mxfp4"
     experts_only = True
     loads_stacks = True
-    # The fastest of those tried on an H200 with the shapes of gpt-oss-120b. Fewer than four warps for a few tokens: the
-    # compiler then keeps to mma.sync, whose operands unpack with fewer instructions than those of wgmma. Codes unpack
-    # to float16 with the fewest; gpt-oss norms what goes into the first product and clamps what goes into the second,
-    # so both fit.
+    # The fastest tiles of those tried on an H200 with the shapes of gpt-oss-120b. With fewer than four warps, for a few
+    # tokens, the compiler uses mma.sync, whose operands unpack with fewer instructions than those of wgmma. Codes
+    # unpack to float16 with the fewest; gpt-oss norms the input of the first product and clamps that of the second, so
+    # that both fit into float16.
     experts = GroupedGemm(
         code=2, few=(Tile(1, 16, 256, 2, 4), Tile(1, 32, 256, 2, 5)), invariant=invariant_tiles(128),
         many=tiles((16, 128, 32, 2, 4, 64, 2), (32, 128, 32, 2, 4, 64, 2), (64, 128, 64, 4, 3, 128, 8),
@@ -74,7 +74,7 @@ MXFP4 = Mxfp4()
 
 
 def padded(groups: int) -> int:
-    """Return the scales that a row takes in memory, of which `groups` mean something."""
+    """Return the number of scales that a row has in memory: those of its `groups`, and padding."""
     return -(-groups // SCALE_PADDING) * SCALE_PADDING
 
 
@@ -100,7 +100,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise values [..., G * 32] -> (blocks uint8 [..., G, 16], scales uint8 [..., G]), to the nearest."""
+    """Quantise values [..., G * 32] -> (blocks uint8 [..., G, 16], scales uint8 [..., G]), rounding to nearest."""
     grouped = values.float().view(*values.shape[:-1], -1, GROUP)  # [..., G, 32]
     largest = grouped.abs().amax(-1)
     exponents = torch.frexp(largest).exponent - 1 - MAX_EXPONENT  # frexp: largest = m * 2**e with m in [0.5, 1)

@@ -1,4 +1,4 @@
-"""NVFP4: 16 four-bit floats (E2M1) share a scale in e4m3, and a matrix shares one in float32; the low nibble first."""
+"""NVFP4: 16 four-bit floats (E2M1) share a scale in e4m3, and a matrix has one in float32; the low nibble first."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, TensorRead
 from spillover.kernels.formats.checkpoints.settings import module_of
 from spillover.kernels.formats.mxfp4 import byte_values
 
-GROUP = 16  # values a scale
+GROUP = 16  # values per scale
 
 
 @dataclass(frozen=True)
 class Nvfp4(WeightFormat):
-    """A format: values uint8 [N, K / 2], scales float8_e4m3fn [N, K / 16], and a float32 number of each fused matrix
-    that its scales are divided by, or multiplied with."""
+    """A format: values uint8 [N, K / 2], scales float8_e4m3fn [N, K / 16], and one float32 number per fused matrix
+    by which its scales are multiplied, or divided if `divides`."""
 
     divides: bool = False
-    names: tuple[str, str, str] = ("weight", "weight_scale", "weight_scale_2")  # of a module's tensors
+    names: tuple[str, str, str] = ("weight", "weight_scale", "weight_scale_2")  # names of a module's tensors
     quant_method = "nvfp4"
 
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:

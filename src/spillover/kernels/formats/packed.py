@@ -1,4 +1,4 @@
-"""Panels of channels for the native kernels: float32 numbers here, codes in gguf_codes."""
+"""Panels of channels for the native kernels: float32 weights here, codes in gguf_codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE = 16 << 20  # bytes of a matrix that are widened at a time
 
 
 class Panels(WeightFormat):
-    """Channels in panels, one tensor; those past the last channel are zero."""
+    """A format of one tensor, panels of channels; those past the last channel are zero."""
 
     native_codes: bool
 
@@ -59,15 +59,15 @@ class Panels(WeightFormat):
 
     @abstractmethod
     def look_up(self, ids: Tensor, w: Linear) -> Tensor:
-        """Look up rows as `embedding` does, by torch."""
+        """Look up rows as `embedding` does, with torch."""
 
 
 @dataclass(frozen=True)
 class Packed(Panels):
-    """Numbers in panels [ceil(N / width), K, width], so that a vector load serves `width` channels at one k."""
+    """Plain weights in panels [ceil(N / width), K, width], so that a vector load has `width` channels of one k."""
 
     width: int
-    base: Dense = DENSE  # that it is loaded as
+    base: Dense = DENSE  # format in which it is loaded
     quant_method = "packed"
     native_codes = False
 
@@ -99,7 +99,7 @@ class Packed(Panels):
         return panels
 
     def _room(self, n: int, k: int, arena: Arena | None) -> Tensor:
-        """Return panels for [N, K], of which the channels past the last are zero and the others anything."""
+        """Allocate panels for [N, K], whose channels past the last are zero and others uninitialised."""
         count = -(-n // self.width)
         panels = torch.empty(count, k, self.width) if arena is None else arena.empty(count, k, self.width)
         if n % self.width:
@@ -107,12 +107,12 @@ class Packed(Panels):
         return panels
 
     def _fill(self, panels: Tensor, start: int, weight: Tensor) -> None:
-        """Write the channels from `start` on, weight [rows, K] of any floating type, a piece at a time."""
+        """Write weight [rows, K] of any floating type to the channels from `start` on, a piece at a time."""
         width, k, done = self.width, weight.shape[1], 0
         piece = max(1, PIECE // (4 * k * width)) * width
         while done < len(weight):
             panel, lane = divmod(start + done, width)
-            if lane or len(weight) - done < width:  # a panel that another matrix has a part of, or the last
+            if lane or len(weight) - done < width:  # a panel shared with another matrix, or the last one
                 rows = min(width - lane, len(weight) - done)
                 panels[panel, :, lane : lane + rows] = weight[done : done + rows].T
             else:
@@ -130,7 +130,7 @@ class Packed(Panels):
 
 
 def pack(weight: Tensor) -> Linear:
-    """Return the form in which [N, K] is multiplied fastest: panels where native kernels serve it, else as it is."""
+    """Return weight [N, K] in its fastest format: panels if the native kernels support it, otherwise dense."""
     shape = LinearShape((weight.shape[0],), weight.shape[1])
     library = native.library()
     if library is None or not native.serves(weight):

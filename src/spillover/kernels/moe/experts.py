@@ -1,4 +1,4 @@
-"""The linears of a layer's experts, as the kernels of a mixture take them."""
+"""The linears of a layer's experts, as the kernels of a mixture expect them."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class Experts:
 
     @property
     def width(self) -> int:
-        """Return the inputs of one linear."""
+        """Return the number of inputs of one linear."""
         return self.weight.shape.in_features
 
     def expert(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Return one linear's weight in numbers [out, in]."""
+        """Return one expert's dequantised weight [out, in]."""
         return self.weight.format.dequantize(self.weight.expert(index), dtype)
 
 
 def expert_stacks(w: ExpertWeights) -> tuple[Experts, Experts]:
-    """Return a layer's experts: gate_up and down with their biases."""
+    """Return the stacks of a layer's experts: gate_up and down with their biases."""
     return (Experts(w["experts.gate_up"], w.get("experts.gate_up_bias")),
             Experts(w["experts.down"], w.get("experts.down_bias")))

@@ -1,7 +1,7 @@
-"""What the device and the host's worker threads write each other in the middle of a step: one run of pinned memory.
+"""The queue between the device and the host's worker threads in the middle of a step: one run of pinned memory.
 
-The device posts rows and the experts they want, the host answers with what those experts make of them. Both only ever
-write numbers here that the other reads: a turn is posted when `posted` shows it, and answered when `done` does.
+The device posts rows and their experts, the host answers with the outputs of these experts. They synchronise by plain
+writes of numbers: a turn has been posted when POSTED has its number, and answered when DONE has it.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch import Tensor
 
 from spillover.kernels.fields import ALIGNMENT, aligned
 
-# InputOffsets in the header, an int32 [HEADER]. The two turns lie on cache lines of their own: each has one writer.
+# Offsets in the header, an int32 [HEADER]. The two turns are on separate cache lines, as each has one writer.
 HEADER = 64
 POSTED = 0  # turn of the latest post; written last, by the device
 DONE = 16  # turn of the latest answer; written last, by the host
-FAILED = 32  # not zero: the device waited for an answer longer than it may, and went on without it
-LAYER = 33  # of the post
-COUNT = 34  # pairs of the post
-TOKENS = 35  # rows of x of the post
+FAILED = 32  # not zero: the device gave up waiting for an answer, or the host refused a post (REFUSED)
+LAYER = 33  # layer of the post
+COUNT = 34  # number of pairs of the post
+TOKENS = 35  # number of rows of x of the post
 
-# InputOffsets in the state, an int32 [2] in the device's own memory.
-TURN = 0  # of the latest post
-GIVEN_UP = 1  # as FAILED, where the device finds it quickly
+# Offsets in the state, an int32 [2] in device memory.
+TURN = 0  # turn of the latest post
+GIVEN_UP = 1  # not zero once the device gave up: as FAILED, but quick for the device to read
 
-PAIR = 4  # int32 a pair: token, expert, index of the pair, 0
+PAIR = 4  # int32 values of a pair: token, expert, index of the pair, 0
 
 
 @dataclass(frozen=True)
 class MailLayout:
-    """Where the arrays begin, in bytes from the header's first: pairs int32 [P, 4], x [T, H] and out [P, H] float32."""
+    """The offsets of the arrays in bytes from the header: pairs int32 [P, 4], x [T, H] and out [P, H] float32."""
 
-    tokens: int  # T, at most
-    pairs: int  # P, at most
-    hidden: int  # H
+    tokens: int  # T, the maximum number of tokens
+    pairs: int  # P, the maximum number of pairs
+    hidden: int  # H, the size of a row
 
     @property
     def pairs_at(self) -> int:
@@ -59,10 +59,10 @@ class MailLayout:
 
 @dataclass(frozen=True)
 class HostExpertQueue:
-    """The memory and its arrays. Row i of `out` answers pairs[i]: down(act(gate_up(x[token]))), not times its share."""
+    """The memory and its arrays. Row i of `out` answers pairs[i]: down(act(gate_up(x[token]))), without its share."""
 
     layout: MailLayout
-    memory: Tensor  # uint8 [nbytes], pinned where there is a device
+    memory: Tensor  # uint8 [nbytes], pinned if the device is a GPU
     header: Tensor  # int32 [HEADER]
     pairs: Tensor  # int32 [P, 4]: token, expert, index of the pair, 0
     x: Tensor  # float32 [T, H]
@@ -72,7 +72,7 @@ class HostExpertQueue:
     @staticmethod
     def make(tokens: int, pairs: int, hidden: int, device: torch.device) -> HostExpertQueue:
         layout = MailLayout(tokens, pairs, hidden)
-        # The allocator for pinned memory promises less than ALIGNMENT for some sizes, so the start is looked for.
+        # For some sizes the allocator of pinned memory guarantees less than ALIGNMENT, so the start is aligned here.
         room = torch.zeros(layout.nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=device.type == "cuda")
         start = -room.data_ptr() % ALIGNMENT
         memory = room[start : start + layout.nbytes]
@@ -90,11 +90,11 @@ class HostExpertQueue:
 
     @property
     def failed(self) -> bool:
-        """Return whether an answer came too late: what was computed since is not to be used."""
+        """Return whether an answer was late or a post refused: results computed since then must not be used."""
         return bool(self._numbers[FAILED])
 
     @cached_property
     def _numbers(self) -> npt.NDArray[np.int32]:
-        """Return the header, for who looks at it after every step."""
+        """Return the header as a NumPy array, which is quick to read after every step."""
         numbers: npt.NDArray[np.int32] = self.header.numpy()
         return numbers

@@ -1,8 +1,8 @@
-"""Experts that the host's cores compute where their weights lie, beside a device that computes the others.
+"""Experts that the host's cores compute from weights in host memory, while a device computes the others.
 
-An expert's tensors lie in one record of bytes, the records of a layer side by side. Asked by a call, or by a queue that
-the device writes in the middle of its step. The threads are the class's own; they spin for the next request while
-steps are under way and sleep when none comes.
+An expert's tensors are one record of bytes, and a layer's records are contiguous. Work arrives by a call, or through a
+queue that the device writes in the middle of its step. The class has its own threads; they spin for the next post while
+steps run and sleep when none arrives.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from spillover.kernels.moe.experts import Experts, ExpertWeights, expert_stacks
 from spillover.kernels.moe.host_expert_queue import COUNT, DONE, FAILED, LAYER, PAIR, POSTED, TOKENS, HostExpertQueue
 from spillover.kernels.moe.records import Record
 
-GRAIN = 32 << 10  # bytes of weights that a thread takes at a time
-TILE_ROWS = 4  # an expert of as many rows is computed in the cores' tiles as bfloat16, where they have such
-PLAIN = 5  # as WeightFormat.host_code: from here on experts are computed in float32 always
-NAP = 50e-6  # seconds between looks at the queue, where torch computes
-REFUSED = 2  # as FAILED: the host cannot make sense of what was posted
+GRAIN = 32 << 10  # bytes of weights that a thread processes at a time
+TILE_ROWS = 4  # from this many rows on, cores that have tile instructions compute an expert with them, in bfloat16
+PLAIN = 5  # formats with this WeightFormat.host_code or a higher one are always computed in float32
+NAP = 50e-6  # seconds between polls of the queue if torch computes
+REFUSED = 2  # value of FAILED: the host cannot interpret the post
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """One expert's record: gate_up [2I, H] and down [H, I], named as in ExpertWeights, in one format.
+    """The layout of an expert's record: gate_up [2I, H] and down [H, I], named as in ExpertWeights, in one format.
 
-    With a `limit` the activation is the clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate
-    rows and then up rows. A dense MLP is a layer with one expert.
+    With a `limit` the activation is the clamped SwiGLU with gate and up rows interleaved, without it SiLU-mul with all
+    gate rows before the up rows. A dense MLP is a layer with one expert.
     """
 
     record: Record
     format: WeightFormat
-    dtype: torch.dtype  # of biases, and of dense values
+    dtype: torch.dtype  # type of biases, and of dense values
     hidden: int
     inner: int
-    experts: int  # records of a layer
+    experts: int  # number of experts of a layer, each with a record
     limit: float | None = None
 
     @classmethod
     def packed(cls, weight_format: WeightFormat, dtype: torch.dtype, hidden: int, inner: int, experts: int,
                limit: float | None = None, biased: bool = False) -> ExpertLayout:
-        """Return the tensors one after another: those of gate_up and its bias, then those of down."""
+        """Return the layout with tensors one after another: those of gate_up and its bias, then those of down."""
         one: dict[str, Weight] = {}
-        sizes = (inner, inner) if limit is None else (2 * inner,)  # rows in turn are quantised together
+        sizes = (inner, inner) if limit is None else (2 * inner,)  # interleaved rows are quantised together
         for name, shape in (("experts.gate_up", LinearShape(sizes, hidden)),
                             ("experts.down", LinearShape((hidden,), inner))):
             fields = weight_format.fields(shape, str(dtype).removeprefix("torch."))
@@ -68,12 +68,12 @@ class ExpertLayout:
         return cls(Record.of(one), weight_format, dtype, hidden, inner, experts, limit)
 
     def stacks(self, records: Tensor) -> tuple[Experts, Experts]:
-        """Return, of the records uint8 [E, record.nbytes] of a layer: views of gate_up and down."""
+        """Return gate_up and down as views of the records uint8 [E, record.nbytes] of a layer."""
         return expert_stacks(cast(ExpertWeights, self.record.stacks(records)))
 
     @property
     def numbers(self) -> list[int]:
-        """Return for the native kernels where each linear's values, scales and bias begin, -1: it has none."""
+        """Return format, sizes, and offsets of each linear's values, scales and bias (-1: none), for native kernels."""
         code = self.format.host_code(self.dtype)
         assert code is not None, f"the host computes no {self.format}"
         at = [offset for name in ("experts.gate_up", "experts.down")
@@ -83,15 +83,15 @@ class ExpertLayout:
 
 
 class HostExperts:
-    """The experts of some layers, on threads of their own."""
+    """The experts of some layers, computed on dedicated threads."""
 
     def __init__(
         self, layout: ExpertLayout, layer_bases: Sequence[int], threads: int | None = None, grain: int = GRAIN,
         tile_rows: int = TILE_ROWS,
     ) -> None:
-        """Start the threads. `layer_bases`: where each layer's first record lies, 0 for a layer that is not computed
-        here; the memory must outlive this. `threads`: all cores but two, which the engine is left with, unless given.
-        `tile_rows`: 0 for float32 always."""
+        """Start the threads. `layer_bases`: address of each layer's first record, 0 for a layer that is not computed
+        here; the memory must outlive this object. `threads`: by default all cores but two, which are left to the
+        engine. `tile_rows`: see TILE_ROWS; 0: always float32."""
         self.layout = layout
         self.threads = threads or max(1, available_cores() - 2)
         self._bases = tuple(layer_bases)
@@ -109,11 +109,11 @@ class HostExperts:
         )
         if not self._handle:
             raise SpilloverError(f"the host cannot start {self.threads} threads for experts; ask for fewer")
-        # Also where nobody closes it, and before the queue's memory goes: its reader would read on.
+        # Ends the threads even without close(), and before the memory of the queue that they read is freed.
         self._end = weakref.finalize(self, self._library.host_experts_delete, self._handle)
 
     def run(self, layer: int, x: Tensor, pairs: Tensor) -> Tensor:
-        """Compute x [T, H] float32, pairs int32 [n, 4] (token, expert, ...) -> [n, H], not times their shares."""
+        """Compute x [T, H] float32, pairs int32 [n, 4] (token, expert, ...) -> [n, H], not multiplied by shares."""
         x, pairs = x.float().contiguous(), pairs.int().contiguous()
         assert x.shape[1] == self.layout.hidden, f"x has {x.shape[1]} columns, the experts {self.layout.hidden}"
         assert pairs.shape[1] == PAIR
@@ -132,7 +132,7 @@ class HostExperts:
         return out
 
     def attach(self, mail: HostExpertQueue) -> None:
-        """Answer this queue from now on, in place of any other."""
+        """Serve this queue from now on, instead of any other."""
         self.detach()
         if self._library is None:
             self._reader = _Reader(self, mail)
@@ -141,7 +141,7 @@ class HostExperts:
             self._handle, mail.header.data_ptr(), mail.pairs.data_ptr(), mail.x.data_ptr(), mail.out.data_ptr(),
             len(mail.pairs), len(mail.x),
         )
-        self._mail = mail  # keeps its memory
+        self._mail = mail  # keeps its memory alive
 
     def detach(self) -> None:
         if self._reader is not None:
@@ -183,9 +183,9 @@ def _has_tiles(library: ctypes.CDLL | None) -> bool:
 def host_experts_reference(
     layout: ExpertLayout, records: Tensor, x: Tensor, pairs: Tensor, rounded: bool = False
 ) -> Tensor:
-    """Compute records uint8 [E, record.nbytes], x [T, H], pairs int32 [n, 4] -> [n, H], float32.
+    """Compute experts of records uint8 [E, record.nbytes], x [T, H], pairs int32 [n, 4] -> [n, H], float32.
 
-    `rounded`: x and the activation are rounded to bfloat16, as where experts are computed in tiles.
+    `rounded`: x and the activation are rounded to bfloat16, as if computed with tile instructions.
     """
     first, second = layout.stacks(records)
     out = torch.empty(len(pairs), layout.hidden)
@@ -206,7 +206,7 @@ def available_cores() -> int:
 
 
 class _Reader:
-    """A thread that reads the queue where there is no native library."""
+    """A thread that reads the queue if there is no native library."""
 
     def __init__(self, experts: HostExperts, mail: HostExpertQueue) -> None:
         self._experts, self._mail = experts, mail

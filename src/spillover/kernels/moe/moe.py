@@ -1,4 +1,4 @@
-"""A mixture of experts: from the router's scores to the sum, and on the CPU row groups, each expert called once."""
+"""A mixture of experts, from the router's scores to the sum; the CPU groups rows and calls each expert once."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from spillover.kernels.activation import (
 from spillover.kernels.linear import linear, linear_reference
 from spillover.kernels.moe.experts import Experts
 
-NOT_HERE = -1  # an expert that another rank computes
+NOT_HERE = -1  # id of an expert that another rank computes
 
 
 @dataclass(frozen=True)
 class OwnExperts:
-    """The experts of one of several ranks, each of which has as many."""
+    """The range of experts of one of several ranks, which all have the same number of experts."""
 
     start: int
     stop: int
-    rows: Tensor | None = None  # int64 [ranks]: what each rank's experts are asked for is added here; None: nowhere
+    rows: Tensor | None = None  # int64 [ranks]: counters of the pairs that go to each rank's experts; None: not counted
 
     def __len__(self) -> int:
         return self.stop - self.start
 
 
 class LayerExperts(Protocol):
-    """The experts of one layer, wherever they are."""
+    """The experts of one layer, in any kind of memory."""
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
                 own: OwnExperts | None = None) -> Tensor:
@@ -58,11 +58,11 @@ def mixture(
     x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None = None,
     own: OwnExperts | None = None,
 ) -> Tensor:
-    """Send every token, x [T, H], scores [T, E] -> [T, H], through the k experts it scores highest.
+    """Compute the mixture, x [T, H], scores [T, E] -> [T, H], of the k experts with each token's highest scores.
 
     `first` [E, 2I, H] and `second` [E, H, I] are the experts' two products. With a `limit` the activation is the
-    clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows. `own`: the
-    experts that the stacks hold, whose share of the sum is returned; None: all.
+    clamped SwiGLU with gate and up rows interleaved, without it SiLU-mul with all gate rows before the up rows. `own`:
+    the experts that the stacks hold, whose share of the sum is returned; None: all.
     """
     if x.is_cuda:
         if own is None:
@@ -78,11 +78,11 @@ def mixture(
 
 def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
           own: OwnExperts | None = None) -> tuple[Tensor, Tensor]:
-    """Route, scores [T, E] -> (ids, shares) [T, k] of the experts that each token goes to, on the CPU. `own`: the
-    experts that are numbered from 0 on; others are NOT_HERE. None: all are here.
+    """Route scores [T, E] -> (ids, shares) [T, k] of the experts of each token, on the CPU. `own`: the experts of this
+    rank, with ids from 0 on, while others are NOT_HERE; None: all.
 
-    Shares are rounded as the models' own implementations round them: those with a `limit` (gpt-oss) take the softmax of
-    the chosen scores, the others choose from the softmax of all.
+    Shares are rounded as in the reference implementations of the models: those with a `limit` (gpt-oss) take the
+    softmax of the chosen scores, the others choose from the softmax of all.
     """
     if limit is not None and renormalize:
         best, ids = scores.topk(k)
@@ -97,7 +97,7 @@ def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
 
 
 def here(ids: Tensor, own: OwnExperts | None) -> Tensor:
-    """Return experts' ids as they are numbered here, those of other ranks NOT_HERE."""
+    """Return the ids of experts within this rank's range, and NOT_HERE for those of other ranks."""
     return ids if own is None else torch.where((ids >= own.start) & (ids < own.stop), ids - own.start, NOT_HERE)
 
 
@@ -127,13 +127,13 @@ def expert_mlp_reference(x: Tensor, first: Experts, second: Experts, index: int,
 def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Compute a mixture, x [T, H], topk_ids and topk_weights [T, k] -> sum over k of weight * expert(id, row) [T, H].
 
-    A row's experts are added in ascending id, so its sum does not depend on the rows beside it. Ids that are NOT_HERE
-    are left out.
+    A row's experts are added in ascending id, so its sum does not depend on other rows. Ids that are NOT_HERE are
+    skipped.
     """
     out = torch.zeros_like(x)
     if x.shape[0] == 0:
         return out
-    if x.shape[0] == 1:  # sorting and gathering would take as long as its experts
+    if x.shape[0] == 1:  # sorting and gathering would take as long as the experts
         chosen = sorted(zip(topk_ids[0].tolist(), topk_weights[0].to(x.dtype).tolist(), strict=True))
         for expert_id, weight in chosen:
             if expert_id != NOT_HERE:
@@ -142,7 +142,7 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert: Callable[[int
     ids, order = topk_ids.flatten().sort(stable=True)
     rows = order // topk_ids.shape[1]
     weights = topk_weights.flatten()[order, None].to(x.dtype)
-    start = int((ids == NOT_HERE).sum())  # they come first
+    start = int((ids == NOT_HERE).sum())  # these come first in the order
     for expert_id, count in enumerate(torch.bincount(ids[start:]).tolist()):
         if count == 0:
             continue

@@ -1,4 +1,4 @@
-"""A mixture of experts that are not all on the device: paged in where they are missing, or in passes over groups."""
+"""A mixture of experts that are not all on the device: missing experts are paged in, or there are several passes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def paged_mixture(
     split: Tensor | None = None, queue: HostExpertQueue | None = None, replay: Tensor | None = None,
     replay_at: Tensor | None = None,
 ) -> Tensor:
-    """Compute, x [T, H], scores [T, E] -> [T, H], kernels.moe.moe.mixture where `first` and `second` are stacks of
+    """Compute kernels.moe.moe.mixture, x [T, H], scores [T, E] -> [T, H], where `first` and `second` are stacks of
     slots.
 
     `records` uint8 [E, bytes] are the layer's experts in host memory and `slots` uint8 [S, bytes] the arena that the
-    stacks are views of. With a `queue` the host computes what `split` (see paging.resolve_reference) gives it. `replay`
-    int32 [N, L, k]: the experts of token t are those of row replay_at[t] % N (`replay_at` int32 [T]; None: the step,
-    for all of them), whatever the scores.
+    stacks are views of. With a `queue` the host computes the experts that `split` (see paging.resolve_reference)
+    assigns to it. `replay` int32 [N, L, k]: the experts of token t are those of row replay_at[t] % N (`replay_at` int32
+    [T]; None: the step for all tokens), whatever the scores.
     """
     if x.is_cuda:
         from spillover.kernels.triton.moe import paged_moe as on_cuda
@@ -48,21 +48,21 @@ def paged_mixture(
 
 
 class Passes(Protocol):
-    """A mixture in several passes, each over the experts that are on the device just then."""
+    """A mixture in several passes, each over the experts that are on the device at that time."""
 
-    ids: Tensor  # int32 [T, k]: whom the router chose
+    ids: Tensor  # int32 [T, k]: experts that the router chose
 
     def delegate(self, hosted: Tensor, layer: int, queue: HostExpertQueue) -> None:
-        """Have the host compute the experts that `hosted` int32 [E] marks, while the passes go over the others."""
+        """Make the host compute the experts marked in `hosted` int32 [E], while the passes compute the others."""
         ...
 
     def add(self, first: Experts, second: Experts, slots_row: Tensor) -> None:
-        """Compute the experts whose slot the row int32 [E] names (others -1). Each expert must come once."""
+        """Compute the experts that have a slot in `slots_row` int32 [E] (others: -1). Each must be added once."""
         ...
 
     def end(self) -> Tensor:
-        """Return [T, H]: to the bit what kernels.moe.moe.mixture makes of the same experts at once, but for the
-        host's."""
+        """Return the mixture [T, H], with the bits of kernels.moe.moe.mixture over all experts at once, but for those
+        of the host."""
         ...
 
 
@@ -80,8 +80,8 @@ def begin_passes(
 def route_reference(
     scores: Tensor, k: int, renormalize: bool, replayed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Route, scores [T, E] -> ids int32 [T, k], shares float32 [T, k]; `replayed` [T, k] or [1, k]: these ids
-    instead."""
+    """Route scores [T, E] -> ids int32 [T, k], shares float32 [T, k]; `replayed` [T, k] or [1, k]: ids to use instead
+    of the chosen ones."""
     scores = scores.float()
     ids = scores.topk(k).indices if replayed is None else replayed.long().expand(scores.shape[0], k)
     shares = scores.gather(-1, ids).softmax(-1) if renormalize else scores.softmax(-1).gather(-1, ids)
@@ -137,7 +137,7 @@ class PassedMixtureReference:
 def experts_reference(
     x: Tensor, ids: Tensor, slots_row: Tensor, first: Experts, second: Experts, limit: float | None, rows: Tensor
 ) -> None:
-    """Compute rows[pair] = what the pair's expert makes of its token, for the experts whose slot the row [E] names."""
+    """Set rows[pair] to its expert's output for its token, for experts that have a slot in `slots_row` [E]."""
     flat, k = ids.flatten(), ids.shape[1]
     for expert in sorted(set(flat.tolist())):
         slot = int(slots_row[expert])

@@ -1,8 +1,8 @@
-"""Experts that share a few slots of device memory: which lies where, who must go, what is copied or asked of the host.
+"""Paging of experts in a few slots of device memory: lookup, eviction, copies, and experts that the host computes.
 
-Every expert is a record in host memory; slots hold copies, so nothing is ever written back. The page table lies
-on the device and a step changes it without the host: the functions here are captured in a CUDA graph. Each layer has
-slots of its own (its quota), so that one token's way through the layers does not push out its own experts.
+Every expert is a record in host memory; slots hold copies, so nothing is ever written back. The page table is on the
+device and a step updates it without the host: these functions are captured in a CUDA graph. Each layer has its own
+slots (its quota), so that a token's experts in one layer do not evict those in others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spillover.kernels.moe.page_table import NONE, OLDEST, PATIENCE, PageTable, 
 
 
 def assign_reference(ids: Tensor, hosted: Tensor) -> Resolution:
-    """Return, of ids int32 [T, k], the pairs whose expert the host computes: those that `hosted` int32 [E] marks."""
+    """Return a resolution of ids int32 [T, k] whose host pairs are those of experts marked in `hosted` int32 [E]."""
     flat, k = ids.flatten(), ids.shape[1]
     mine = hosted[flat.long()] > 0
     pairs = mine.nonzero().flatten().int()
@@ -31,7 +31,7 @@ def assign_reference(ids: Tensor, hosted: Tensor) -> Resolution:
 
 
 def gather(resolution: Resolution, records: Tensor, slots: Tensor) -> None:
-    """Copy each expert that is to be gathered from its record, uint8 [E, bytes] in host memory, into its slot."""
+    """Copy each expert in `gathers` from its record, uint8 [E, bytes] in host memory, into its slot."""
     if slots.is_cuda:
         from spillover.kernels.triton.moe import paging as on_cuda
 
@@ -41,13 +41,13 @@ def gather(resolution: Resolution, records: Tensor, slots: Tensor) -> None:
 
 
 def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
-    """Resolve ids int32 [T, k] -> what to do so that every expert is in a slot, or with the host; update the table.
+    """Resolve ids int32 [T, k] -> actions that put every expert in a slot, or leave it to the host; update the table.
 
-    Of the m distinct experts that are not there, split[m] go to the host (`split`: int32 on the device; None: none do):
-    those that the fewest tokens ask for, of equal ones the highest ids. Each other, in ascending id, takes a free slot,
-    or that of an expert of its layer which is not asked for: the one with the lowest (infinite worth, used now or in
-    the step before, worth, stamp, slot). Where no slot is left, the rest pass through those of transit, in several
-    passes if need be.
+    Of the m distinct experts that are missing, the host computes split[m] (`split`: int32 on the device; None: none):
+    those with the fewest tokens, of equal ones the highest ids. Each other, in ascending id, gets a free slot, or that
+    of an expert of its layer that this step does not use: the one with the lowest (infinite worth, used now or in the
+    step before, worth, stamp, slot). If no slot is left, the remaining experts pass through the slots of transit, in
+    several passes if necessary.
     """
     pairs, k, passes = ids.numel(), ids.shape[1], table.passes(ids.numel())
     step, flat = int(table.step), ids.flatten().tolist()
@@ -94,7 +94,7 @@ def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor |
 
 
 def _vacate(table: PageTable, layer: int, step: int, asked: list[int]) -> int:
-    """Return a slot of the layer that may be filled, or NONE; who was there is gone from the table."""
+    """Return a slot of the layer that may be filled, or NONE; an expert in it is removed from `table.slot_of`."""
     first, end = table.first[layer : layer + 2].tolist()
     owner = table.owner[first:end].tolist()
     if NONE in owner:
@@ -119,8 +119,8 @@ def gather_reference(resolution: Resolution, records: Tensor, slots: Tensor) -> 
 
 
 def post_reference(x: Tensor, resolution: Resolution, layer: int, mail: HostExpertQueue) -> None:
-    """Write the pairs for the host, and the rows of x [T, H] that they are of, into the queue and raise its turn;
-    nothing if there are none."""
+    """Write the pairs for the host, and their rows of x [T, H], into the queue and increment its turn; do nothing if
+    there are none."""
     count = int(resolution.counts[1])
     if count == 0:
         return
@@ -138,8 +138,8 @@ def collect_reference(
 ) -> Tensor:
     """Add up rows [T * k, H], shares [T, k] -> sum over j of share * row in the order of j, [T, H].
 
-    Rows that the host has computed are taken from the queue, after waiting for them. `shared`: those of the device are
-    multiplied with their shares already.
+    Rows that the host computes are read from the queue, after waiting for them. `shared`: rows of the device are
+    already multiplied by their shares.
     """
     (tokens, k), hidden = shares.shape, rows.shape[1]
     weights = shares.reshape(-1, 1)

@@ -1,7 +1,7 @@
 """Units of weights as runs of bytes: all tensors of a unit one after another, so that moving it is one copy.
 
-A unit is the tensors of a part that always travel together, or one expert of a layer. A record says where each tensor
-lies in the run; `bind` makes the weights out of the bytes wherever they are.
+A unit is the tensors of a part that are always moved together, or one expert of a layer. A record has the place of each
+tensor in the run; `bind` returns the weights as views of the bytes, in any memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spillover.kernels.formats.base import Linear, Weight, WeightFormat
 
 @dataclass(frozen=True)
 class Extent:
-    """One tensor's bytes in a record."""
+    """The place of one tensor's bytes in a record."""
 
     offset: int
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Extent:
         return run[self.offset : end].view(self.dtype).view(self.shape)
 
     def stack(self, runs: Tensor) -> Tensor:
-        """Return, of records of one expert each, the tensor [n, ...] over all of them."""
+        """Return a view [n, ...] of this tensor over `runs`, the records of n experts."""
         size, inner = self.dtype.itemsize, self.shape[1:]
         strides = [math.prod(inner[axis + 1 :]) for axis in range(len(inner))]
         return runs.view(self.dtype).as_strided(
@@ -45,7 +45,7 @@ class Entry:
 
     name: str
     extents: tuple[Extent, ...]
-    linear: tuple[WeightFormat, LinearShape] | None  # None: a tensor
+    linear: tuple[WeightFormat, LinearShape] | None  # format and shape; None: the weight is a tensor
 
     def make(self, tensor: Callable[[Extent], Tensor]) -> Weight:
         tensors = tuple(map(tensor, self.extents))
@@ -59,7 +59,7 @@ class Record:
 
     @classmethod
     def of(cls, weights: Mapping[str, Weight]) -> Record:
-        """Lay out a record as these weights need it, in their order."""
+        """Return the layout of a record of these weights, in their order."""
         entries, end = [], 0
         for name, weight in weights.items():
             extents = []
@@ -71,22 +71,22 @@ class Record:
         return cls(tuple(entries), end)
 
     def bind(self, run: Tensor) -> dict[str, Weight]:
-        """Return the weights whose bytes lie in `run` [nbytes] uint8."""
+        """Return views of the weights whose bytes are `run` [nbytes] uint8."""
         return {entry.name: entry.make(lambda extent: extent.view(run)) for entry in self.entries}
 
     def write(self, weights: Mapping[str, Weight], run: Tensor) -> None:
         _copy(weights, self.bind(run))
 
     def stacks(self, runs: Tensor) -> dict[str, Weight]:
-        """Return, of records of one expert, one a row of `runs` [n, nbytes], the stacks [n, ...] over all of them."""
+        """Return views of the stacks [n, ...] over n experts, whose records are the rows of `runs` [n, nbytes]."""
         return {entry.name: entry.make(lambda extent: extent.stack(runs)) for entry in self.entries}
 
     def write_stacks(self, stacks: Mapping[str, Weight], runs: Tensor) -> None:
-        """Write whole stacks of experts into records [n, nbytes] of one each."""
+        """Write whole stacks of experts into their records, the rows of `runs` [n, nbytes]."""
         _copy(stacks, self.stacks(runs))
 
     def offsets(self, name: str) -> tuple[int, ...]:
-        """Return where a weight's tensors begin; none, if it has no such weight."""
+        """Return the offsets of a weight's tensors; none if the record has no such weight."""
         return tuple(extent.offset for entry in self.entries if entry.name == name for extent in entry.extents)
 
 

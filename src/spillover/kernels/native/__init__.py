@@ -1,9 +1,9 @@
 """The C++ kernels for float32 on the CPU, called through ctypes.
 
-A wheel ships a library per instruction level, of which the best that the cores have is loaded. Without one, as in an
-editable install, the kernels are compiled at first use and kept in a cache folder. SPILLOVER_NATIVE: 0 turns them off,
-`compile` compiles them for exactly these cores, a path is a library to load. They have threads of their own (team.h)
-and are told how many: as many as torch uses.
+A wheel ships one library per instruction level, and the best one that the cores support is loaded. Without any, as in
+an editable install, the kernels are compiled at first use and kept in a cache folder. SPILLOVER_NATIVE: 0 turns them
+off, `compile` compiles them for exactly these cores, a path is a library to load. They have their own threads (team.h),
+as many as torch uses.
 """
 
 from __future__ import annotations
@@ -70,25 +70,25 @@ _PARAMETERS = {
     "stage_blocks": (c_void_p, *[c_int64] * 3, c_void_p),
     "stage_decoded": (c_void_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4),
 }
-# Those that return a number.
+# Functions that return a number.
 _COUNTS = ("panel_width", "multiplies_codes", "attention_total_floats", "cuda_copy", "host_experts_new",
            "host_experts_run")
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the kernels, or None where they are turned off or cannot be built."""
+    """Return the kernels, or None if they are turned off or cannot be built."""
     loaded = _told(_load().library)
     return _traced or loaded
 
 
 def fused() -> ctypes.CDLL | None:
-    """Return the kernels that do several operations at once; None too while each operation is to be seen by itself."""
+    """Return the library for fused operations; None also while calls are traced, so that each operation is recorded."""
     return None if _traced is not None else _told(_load().library)
 
 
 @contextlib.contextmanager
 def traced(record: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
-    """Run every call within `record(its name)`, on whatever thread; for profiling."""
+    """Run every call, on any thread, within `record(name of the kernel)`; for profiling."""
     global _traced, _record
     loaded = _load().library
     _record = record
@@ -100,18 +100,18 @@ def traced(record: Callable[[str], AbstractContextManager[object]]) -> Iterator[
 
 
 def record(name: str) -> AbstractContextManager[object]:
-    """Record what runs inside under this name, while calls are traced."""
+    """Return a context that is recorded under this name while calls are traced."""
     return contextlib.nullcontext() if _record is None else _record(name)
 
 
 def panel_width() -> int:
-    """Return the channels in a panel of float32 weights; 0 where these kernels are off and weights are not packed."""
+    """Return the channels of a panel of float32 weights; 0 if these kernels are off, and weights are not packed."""
     loaded = _load().library
     return 0 if loaded is None else int(loaded.panel_width())
 
 
 def multiplies_codes() -> bool:
-    """Return whether these kernels multiply with a file's codes: see kernels.formats.gguf_codes."""
+    """Return whether these kernels multiply by the codes of a file: see kernels.formats.gguf_codes."""
     loaded = _load().library
     return loaded is not None and loaded.multiplies_codes() > 0
 
@@ -119,7 +119,7 @@ def multiplies_codes() -> bool:
 def on_build(callback: build.Progress) -> None:
     """Call `callback(done, total)` while the library is compiled: at the start with 0, then after each source.
 
-    To be set before the first use of a kernel. Nothing is called where the library is in the cache already.
+    Must be set before the first use of a kernel. The callback is not called if the library is in the cache.
     """
     global _tell
     _tell = callback
@@ -131,7 +131,7 @@ def describe() -> str:
 
 
 def serves(x: Tensor) -> bool:
-    """Return whether these kernels compute on this tensor."""
+    """Return whether these kernels can compute on this tensor."""
     return x.is_cpu and x.dtype is torch.float32 and _load().library is not None
 
 
@@ -157,12 +157,12 @@ class _Traced:
 
 
 _traced: ctypes.CDLL | None = None
-_record: Callable[[str], AbstractContextManager[object]] | None = None  # while calls are traced
-_threads = 0  # that the library was told of
+_record: Callable[[str], AbstractContextManager[object]] | None = None  # recorder of calls; None: not traced
+_threads = 0  # number of threads that was last set in the library
 
 
 def _told(loaded: ctypes.CDLL | None) -> ctypes.CDLL | None:
-    """Tell the kernels how many threads torch uses now: torch has no callback for a change of that number."""
+    """Set the kernels' number of threads to that of torch, which has no callback for a change of it."""
     global _threads
     if loaded is not None and (threads := torch.get_num_threads()) != _threads:
         loaded.set_threads(threads)
@@ -173,7 +173,7 @@ def _told(loaded: ctypes.CDLL | None) -> ctypes.CDLL | None:
 def _say_nothing(done: int, total: int) -> None: ...
 
 
-_tell: build.Progress = _say_nothing  # until on_build() has another callback
+_tell: build.Progress = _say_nothing  # until on_build() sets another callback
 
 
 @cache
@@ -197,7 +197,7 @@ def _load() -> _Loaded:
 
 
 def _open(asked: str) -> tuple[ctypes.CDLL, str]:
-    """Return the library and where it is from."""
+    """Return the library and a description of its origin."""
     if asked == "1" and (shipped := build.shipped_library()) is not None:
         return ctypes.CDLL(str(shipped)), f"shipped as {shipped}"
     if asked not in ("1", "compile"):
@@ -210,7 +210,7 @@ def _open(asked: str) -> tuple[ctypes.CDLL, str]:
             build.build(command, path, _tell)
         return ctypes.CDLL(str(path)), f"compiled here as {path}"
     except PermissionError:
-        # A read-only home: build for this process alone. A loaded library outlives its file.
+        # The cache folder is read-only: build for this process alone. A loaded library outlives its file.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, name)
             build.build(command, path, _tell)

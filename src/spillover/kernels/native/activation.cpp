@@ -4,9 +4,9 @@
 
 namespace {
 
-constexpr int64_t kParallel = 1 << 12;  // elements under which a second thread costs more than it saves
+constexpr int64_t kParallel = 1 << 12;  // number of elements up to which a second thread costs more than it saves
 
-// A part of a vector, the rest zero; so that the last elements of a row take the same arithmetic as the others.
+// Loads a part of a vector, the rest zero, so that the last elements of a row use the same arithmetic as the others.
 template <int W>
 typename Vec<W>::F load_part(const float* p, int64_t count, int64_t step) {
     typename Vec<W>::F v = {};

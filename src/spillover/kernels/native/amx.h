@@ -1,16 +1,16 @@
-// Products of weights with many rows of floats, in the tiles of x86 cores that have them (AMX), as bfloat16.
+// Products of weights with many rows of floats, in bfloat16, on x86 cores with matrix tiles (AMX).
 //
-// A tile of weights is 16 rows of 32 columns. A tile of the other operand is 32 columns of 16 rows of floats ("tokens"
-// here, to tell them from rows of weights) as [16 pairs of columns][16 tokens][2]: a token tile is these one after
-// another, and lanes without a token hold anything, for a lane's sum meets no other lane. Sums are [16 rows][16 tokens]
-// of float32: 128 columns are summed by the tiles, times their scale are added to the sums, and the next 128 follow, so
-// that a sum has one order, whatever the number of tokens. Weights are bfloat16 exactly, in every form.
+// A tile of weights is 16 rows of 32 columns. A tile of the other operand is 32 columns of 16 rows of floats (called
+// tokens here, as opposed to rows of weights) as [16 pairs of columns][16 tokens][2]. A token tile is a sequence of
+// these; lanes without a token may hold any values, as lanes are summed separately. Sums are [16 rows][16 tokens] of
+// float32: the tiles sum 128 columns, which are scaled and added to the sums before the next 128, so that the order of
+// a sum does not depend on the number of tokens. Weights of every form are exact in bfloat16.
 #pragma once
 #include <algorithm>
 
 #include "experts.h"
 
-// Compiled in where the cores that the library is for have them; whether the system grants them is asked at run time.
+// Compiled if the library's target cores have tiles; whether the system permits their use is checked at run time.
 #if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BW__) && \
     defined(__AVX512VL__) && defined(__AVX512BF16__)
 #define HAVE_TILES 1
@@ -18,21 +18,21 @@
 #include <unistd.h>
 #endif
 
-constexpr int64_t kTile = 16;                   // rows of weights, and tokens
-constexpr int64_t kTileFloats = kTile * kTile;  // of sums
-constexpr int64_t kPairs = kStep * kTile;       // bfloat16 of one step of either operand
+constexpr int64_t kTile = 16;                   // rows of weights, and tokens, per tile
+constexpr int64_t kTileFloats = kTile * kTile;  // floats of a tile of sums
+constexpr int64_t kPairs = kStep * kTile;       // bfloat16 numbers of one step of either operand
 
-// Rows of weights that are multiplied at once.
+// Rows of weights that are multiplied together.
 struct Strip {
     const uint8_t* weights[kTile];
-    const uint8_t* scales[kTile];  // as they lie in the record
-    int64_t next;                  // bytes from a row to that which has its place in the strip after this one
+    const uint8_t* scales[kTile];  // scales of the rows in the record, not prepared
+    int64_t next;                  // bytes from a row to the row at the same index of the next strip
 };
 
 #if HAVE_TILES
 
-// Each: convert, the step of weights at `p` as bfloat16, and convert_some, one of which only the columns of `kept` are
-// there; kBlockScaled, whether the sum of a block's columns is still to be scaled.
+// Every form has: convert, which returns the step of weights at `p` as bfloat16; convert_some, for a step of which only
+// the columns in `kept` exist; and kBlockScaled, whether the sum of a block's columns remains to be scaled.
 template <class Form>
 struct TileForm {
     static constexpr bool kThere = false;
@@ -58,7 +58,7 @@ struct TileForm<Fp8Form> {
     }
 
   private:
-    // The exponent's bias is 120 apart. A subnormal is normal as bfloat16, and is looked up.
+    // The exponents' biases differ by 120. Subnormals become normal bfloat16 numbers, by a table.
     static __m512i widen(__m256i bytes) {
         alignas(64) static constexpr uint16_t kSubnormal[32] = {
             0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60, 0, 0, 0, 0, 0, 0, 0, 0,
@@ -76,8 +76,8 @@ struct TileForm<Fp8Form> {
 template <>
 struct TileForm<Mxfp4Form> {
     static constexpr bool kThere = true, kBlockScaled = false;
-    // The scale is added to the exponents of a table of the values, zero apart. Scales whose products are subnormal, or
-    // no numbers, as bfloat16 become the nearest without such.
+    // The scale is added to the exponents of a table of the values, except zero. Scales whose products would be
+    // subnormal, infinite or NaN in bfloat16 are clamped to the nearest for which none is.
     static __m512i convert(const uint8_t* p, const uint8_t* scales, int64_t step) {
         alignas(64) static constexpr uint16_t kValues[32] = {
             0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
@@ -86,24 +86,24 @@ struct TileForm<Mxfp4Form> {
         const int scale = (std::clamp<int>(scales[step], 2, 252) - 127) * 128;
         const __m512i values = _mm512_load_si512(kValues), by = _mm512_set1_epi16(static_cast<int16_t>(scale));
         const __m512i table = _mm512_mask_add_epi16(values, 0xfefefefe, values, by);
-        // A byte's low half goes to the low word, the high half to the high word; a look-up sees five bits of a word,
-        // and the fifth makes no difference.
+        // A byte's low half goes to the low word, its high half to the high word; a lookup uses five bits of a word,
+        // of which the fifth makes no difference.
         const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
         return _mm512_permutexvar_epi16(_mm512_or_si512(codes, _mm512_slli_epi32(codes, 12)), table);
     }
     static __m512i convert_some(const uint8_t* p, const uint8_t* scales, int64_t step, __mmask32) {
-        return convert(p, scales, step);  // columns come in whole steps
+        return convert(p, scales, step);  // MXFP4 columns are whole steps
     }
 };
 
-// Whether the system lets this process use tiles.
+// Whether the system permits this process to use tiles.
 inline bool tiles_allowed() {
     constexpr long kRequest = 0x1023, kTileData = 18;
     static const bool allowed = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
     return allowed;
 }
 
-// Tiles of this thread, from here to the end of the scope: of 64 bytes and 16 rows, or `height` those of bits `low`.
+// Configures this thread's tiles for a scope: rows of 64 bytes, 16 of them, or `height` for tiles with a bit in `low`.
 class TileScope {
   public:
     explicit TileScope(int64_t height = kTile, unsigned low = 0) {
@@ -119,11 +119,11 @@ class TileScope {
     TileScope& operator=(const TileScope&) = delete;
 };
 
-constexpr int64_t kBlock = 4;       // steps of the columns that are summed before they are scaled
-constexpr int64_t kAheadSteps = 16;  // that are asked for before they are needed
+constexpr int64_t kBlock = 4;       // steps whose columns are summed before they are scaled
+constexpr int64_t kAheadSteps = 16;  // steps by which weights are prefetched
 
-// Memory of one thread, for groups of up to some number of token tiles. So little of it is used over and over that it
-// stays in the nearest cache while weights stream past.
+// Memory of one thread, for groups of up to some number of token tiles. It is small enough to stay in L1 cache while
+// weights stream past.
 struct TileMemory {
     uint16_t weights[2][kBlock][kPairs];
     float part[kTileFloats];
@@ -131,7 +131,7 @@ struct TileMemory {
     static int64_t floats(int64_t tiles) { return sizeof(TileMemory) / 4 + tiles * kTileFloats; }
 };
 
-// Compilers do not know what the tile instructions read and write.
+// Needed as compilers do not know which memory the tile instructions read and write.
 static inline void tile_fence() { asm volatile("" ::: "memory"); }
 
 template <class Form>
@@ -165,7 +165,7 @@ static inline void convert_block(const Strip& strip, int64_t columns, int64_t fi
     }
 }
 
-// sums += the products of a block's steps with one token tile's.
+// sums += the products of a block's steps with those of one token tile.
 template <class Form>
 static inline void multiply_block(const Strip& strip, int64_t first, int64_t steps, const uint16_t* x,
                                   const uint16_t (*weights)[kPairs], float* part, float* sums) {
@@ -190,8 +190,8 @@ static inline void multiply_block(const Strip& strip, int64_t first, int64_t ste
     }
 }
 
-// memory.sums(): the products of a strip with every token of the token tiles x [tiles][stride]. A block is converted
-// before the one ahead of it is multiplied: what was just stored cannot be loaded as a tile at once.
+// Computes memory.sums(): the products of a strip with every token of the token tiles x [tiles][stride]. A block is
+// converted before the previous one is multiplied, since just-stored data cannot be loaded as a tile at once.
 template <class Form>
 static inline void tile_products(const Strip& strip, int64_t columns, const uint16_t* x, int64_t stride, int64_t tiles,
                                  TileMemory& memory) {
@@ -211,14 +211,14 @@ static inline void tile_products(const Strip& strip, int64_t columns, const uint
     }
 }
 
-// Two columns [kTile] of floats as the pair they are in a token tile.
+// Stores two columns [kTile] of floats as a pair of a token tile.
 static inline void store_pair(uint16_t* out, Vec<16>::F even, Vec<16>::F odd) {
     const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even));
     const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd));
     _mm512_store_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 
-// Columns [first, end) of a row as a token of a token tile; `first` starts a step, and the last step ends in zeros.
+// Stores columns [first, end) of a row as a token of a token tile. `first` starts a step; the last step ends in zeros.
 static inline void store_token(uint16_t* tile, int64_t token, const float* row, int64_t first, int64_t end) {
     const __m512i places = _mm512_slli_epi32((__m512i)iota<16>(), 4);
     for (int64_t c = first; c < end; c += kStep) {
@@ -229,7 +229,7 @@ static inline void store_token(uint16_t* tile, int64_t token, const float* row, 
     }
 }
 
-// A token's sums of all rows of a strip.
+// Returns a token's sums for all rows of a strip.
 static inline Vec<16>::F token_sums(const float* sums, int64_t token) {
     const __m512i places = _mm512_slli_epi32((__m512i)iota<16>(), 4);
     return (Vec<16>::F)_mm512_i32gather_ps(places, sums + token, 4);

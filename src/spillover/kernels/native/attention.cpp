@@ -1,13 +1,13 @@
-// Attention over the paged KV pool, and the store that fills it. The layout is told in attention.py.
+// Attention over the paged KV pool, and the store that fills it. attention.py describes the layout.
 //
-// A row is one query head of one token. Rows that share a kv head are handled together in register tiles. Each row
-// walks the blocks in position order with an online softmax; every kSplit positions it starts afresh and the part is
-// merged into the total. Splits lie at fixed positions and a block that is wholly masked for a row changes nothing in
-// it, not one bit; so a row's result depends neither on the batch, nor on the chunk it came in, nor on the number of
-// threads.
+// A row is one query head of one token. Rows that share a KV head are computed together in register tiles. Each row
+// visits the blocks in position order with an online softmax; every kSplit positions a new partial softmax begins, and
+// the completed one is merged into the total. Splits begin at fixed positions, and a block that is fully masked for a
+// row does not change a single bit of it. So a row's result does not depend on the batch, on the chunk of the prompt or
+// on the number of threads.
 //
-// For the same reason a sequence may be attended piece by piece: a range of splits at a time, with the totals kept
-// between two calls. Blocks that are not in the pool are then read from a stage they were copied to.
+// For the same reason a sequence may be computed a range of splits at a time, with the totals kept between calls.
+// Blocks that are not in the pool are then read from the stage to which they were copied.
 #include <cstdlib>
 
 #include "attention_tile.h"
@@ -15,15 +15,15 @@
 
 namespace {
 
-constexpr int kItemRows = 24;    // a work item: a few tokens' heads over one kv head
-constexpr int64_t kSplit = 256;  // positions
+constexpr int kItemRows = 24;    // rows of a work item: the heads of a few tokens over one KV head
+constexpr int64_t kSplit = 256;  // positions per split
 
-// Blocks [first, last) of the only request lie here, side by side or each at its own address, and not in the pool.
+// Blocks [first, last) of the only request, which are not in the pool: contiguous, or each at its own address.
 struct Stage {
     const void* kv;
     int64_t block_stride, first, last;
     const int64_t* addresses;
-    int64_t offset;  // bytes, of the layer in a block that has an address
+    int64_t offset;  // offset in bytes of the layer within a block that has an address
 
     template <class Code>
     const Code* block(int64_t b) const {
@@ -32,7 +32,7 @@ struct Stage {
     }
 };
 
-// Splits [first, last) and the totals of the rows, item after item, which the first split begins and the last finishes.
+// Splits [first, last), and the totals of the rows, item after item: initialised at split 0, and finished if `ends`.
 struct Range {
     int64_t first, last;
     float* totals;
@@ -56,7 +56,7 @@ struct Call {
     int64_t item_tokens() const { return larger(1, kItemRows / group()); }
     int64_t item_rows() const { return item_tokens() * group(); }
     int64_t split_blocks() const { return larger(1, kSplit / bs); }
-    // Of the block's keys and of its values, in the elements a pool is made of.
+    // Size of one head's keys, or values, in a block, in elements of the pool.
     template <class Pool>
     int64_t head_size() const { return bs * D + (Pool::kScaled ? bs * 4 : 0); }
     template <class Pool>
@@ -68,9 +68,9 @@ struct Call {
     }
 };
 
-// Tokens [first, first + tokens) of a request against one kv head.
+// A few consecutive new tokens of a request against one KV head.
 struct Item {
-    int64_t request, head, row, tokens, position;  // row among the T, position of the first token
+    int64_t request, head, row, tokens, position;  // row (of T) and position are those of the first token
 
     int64_t oldest(const Call& c) const { return c.window ? larger(0, position - c.window + 1) : 0; }
     int64_t newest() const { return position + tokens - 1; }
@@ -86,7 +86,7 @@ struct Softmax {
     }
 };
 
-// Grows and is kept; a call after the first allocates nothing.
+// Memory that grows as needed and is kept, so that later calls do not allocate.
 struct Scratch {
     float* memory = nullptr;
     int64_t capacity = 0;
@@ -103,12 +103,12 @@ struct Scratch {
 
 int64_t attend_floats(const Call& c) { return c.item_rows() * c.D + kRows * c.bs + c.item_rows() * kLanes; }
 
-// One item over the blocks of one split, from nothing.
+// Computes one item over the blocks of one split, with a new softmax.
 template <class Pool>
 void attend(const Call& c, const Item& item, int64_t split, float* scratch, Softmax state) {
     const int64_t G = c.group(), D = c.D, bs = c.bs, rows = item.tokens * G, ws = lanes(bs);
     const int64_t tiles = ceil_div(rows, kRows);
-    float* q = scratch;  // by tile, [D][rows of the tile], scaled
+    float* q = scratch;  // per tile [D][rows of the tile], scaled
     float* scores = q + c.item_rows() * D;
     float* lane_weight = scores + kRows * bs;
     int64_t tile_start[kItemRows + 2] = {};
@@ -151,7 +151,7 @@ void attend(const Call& c, const Item& item, int64_t split, float* scratch, Soft
             run.weigh(scores, visible, scales<Pool>(keys + value_offset, bs, D), state.peak + first,
                       lane_weight + first * ws, shrink, bs);
             run.gather(scores, keys + value_offset, next, shrink, state.out + first * D, ws, any, bs, D);
-            next = {keys, keys + value_offset};  // fetched already
+            next = {keys, keys + value_offset};  // the following block has been prefetched by the first tile
         }
     }
     for (int64_t r = 0; r < rows; r++) {
@@ -191,7 +191,7 @@ void finish(const Call& c, const Item& item, Softmax total) {
     }
 }
 
-// Item i of those counted by `starts` [B + 1]; a request's latest tokens, the longest work, come first.
+// Returns item i; `starts` [B + 1]: first items of the requests. A request's latest tokens, with most work, come first.
 Item find(const Call& c, const int64_t* starts, int64_t i) {
     int64_t low = 0, high = c.B - 1;
     while (low < high) {
@@ -222,7 +222,7 @@ void run(const Call& c, const Range* range) {
     const int64_t from = range ? range->first : 0;
     const int64_t to = range ? smaller(range->last, ceil_div(longest, span)) : ceil_div(longest, span);
     const int64_t items = starts[c.B], splits = larger(0, to - from), state_floats = Softmax::floats(c);
-    // Too few items to go round: the splits of one are shared out, kept in `parts` and merged afterwards.
+    // If there are too few items for all threads, their splits are computed concurrently into `parts`, and then merged.
     const bool shared = splits > 1 && items < 4 * team_size;
     float* parts = shared ? tl_parts.take(items * splits * state_floats) : nullptr;
     const auto memory = [&] { return tl_scratch.take(attend_floats(c) + 2 * state_floats + 64); };
@@ -254,7 +254,7 @@ void run(const Call& c, const Range* range) {
     });
 }
 
-enum Kind : int64_t { kFloat, kFp8, kInt8 };  // as attention.py numbers them
+enum Kind : int64_t { kFloat, kFp8, kInt8 };  // the numbers of POOL_KINDS in attention.py
 
 void run(const Call& c, const Range* range, int64_t kind) {
     (kind == kFloat ? run<FloatPool> : kind == kFp8 ? run<Fp8Pool> : run<Int8Pool>)(c, range);
@@ -304,8 +304,8 @@ extern "C" void attention(const float* q, int64_t q_stride, const void* kv, int6
     run(c, nullptr, kind);
 }
 
-// Splits [first_split, last_split) of one request whose blocks [stage_first, stage_last) lie in the stage. The totals
-// are kept in `totals`, item_rows * (D + 2) floats for each of the items, until `ends` writes them to out.
+// Computes splits [first_split, last_split) of one request whose blocks [stage_first, stage_last) are in the stage. The
+// sums are kept in `totals`, item_rows * (D + 2) floats per item, until a call with `ends` writes them to out.
 extern "C" void attention_range(const float* q, int64_t q_stride, const void* kv, int64_t block_stride, float* out,
                                 const int32_t* query_start, const int32_t* seq_lens, const int32_t* table,
                                 int64_t table_stride, int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs,
@@ -319,7 +319,7 @@ extern "C" void attention_range(const float* q, int64_t q_stride, const void* kv
     run(c, &range, kind);
 }
 
-// One request whose first `cold` blocks lie in main memory, each at its address, this layer at an offset from there.
+// Computes one request whose first `cold` blocks are in main memory; this layer is at `offset` from a block's address.
 extern "C" void attention_in_place(const float* q, int64_t q_stride, const void* kv, int64_t block_stride, float* out,
                                    const int32_t* query_start, const int32_t* seq_lens, const int32_t* table,
                                    int64_t table_stride, int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs,
@@ -336,7 +336,7 @@ extern "C" int64_t attention_total_floats(int64_t T, int64_t H, int64_t Hk, int6
     return ceil_div(T, c.item_tokens()) * Hk * Softmax::floats(c);
 }
 
-// k and v [T, Hk, D], rows a stride apart, to their places in the pool.
+// Writes k and v [T, Hk, D], whose rows are a stride apart, to their slots in the pool.
 extern "C" void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, void* kv,
                          int64_t block_stride, const int64_t* positions, const int32_t* rows, const int32_t* table,
                          int64_t table_stride, int64_t T, int64_t Hk, int64_t D, int64_t bs, int64_t kind) {

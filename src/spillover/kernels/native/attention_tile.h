@@ -1,30 +1,30 @@
-// A register tile of attention: rows of one kv head against one block of the KV pool, which attention.cpp walks over.
+// A register tile of attention: rows of one KV head against one block of the KV pool. attention.cpp calls it per block.
 #pragma once
 #include "codes.h"
 
 namespace {
 
-constexpr int kRows = 12;         // of a register tile
-constexpr float kFloor = -1e30f;  // below every score; finite, so that floor - floor is 0
+constexpr int kRows = 12;         // maximum number of rows of a register tile
+constexpr float kFloor = -1e30f;  // less than every score; finite, so that floor - floor is 0
 
-// What a row sees of a block: lanes [first, last].
+// The lanes [first, last] of a block that a row sees.
 struct Visible {
     int32_t first, last;
 };
 
-// What follows a head's codes, one a token; a pool of floats has none and does not look.
+// Returns the scales that follow the codes of a head, one per token; not read for a pool of floats, which has none.
 template <class Pool>
 const float* scales(const typename Pool::Code* head, int64_t bs, int64_t D) {
     return reinterpret_cast<const float*>(head + bs * D);
 }
 
-// The block that comes next. Its keys and values are fetched side by side, half of both during `score` and half during
-// `gather`: the core's own prefetcher runs ahead in each page by itself.
+// Prefetch of the next block. Keys and values are fetched in turn, half of both during `score` and half in `gather`, so
+// that the hardware prefetcher runs ahead in the pages of both.
 template <class Code>
 struct Ahead {
     const Code *keys, *values;
 
-    // COUNT elements of both, from `first` on in the order of their fetching: every line once.
+    // Fetches COUNT elements of both together, from `first` on in fetch order; every cache line is fetched once.
     template <int64_t COUNT>
     void fetch(int64_t first) const {
         constexpr int64_t kLine = 64 / sizeof(Code);
@@ -36,15 +36,15 @@ struct Ahead {
     }
 };
 
-// Vectors that are summed side by side for R rows, at most `most`: one sum alone would wait for itself, four cycles each
-// time that it is added to.
+// Returns the number of vectors to sum concurrently for R rows, at most `most`: a single sum would wait four cycles for
+// every addition.
 constexpr int together(int R, int most) {
     const int vectors = R <= 3 ? 4 : R <= 6 ? 2 : 1;
     return vectors < most ? vectors : most;
 }
 
-// body(c, std::integral_constant<int, C>) for the vectors of W lanes in [0, size), from c on C of them at a time. A body
-// that is not inlined reads what it captures anew in its inner loop.
+// Calls body(c, std::integral_constant<int, C>) for the vectors of W lanes in [0, size), C at a time, from c on. A body
+// that is not inlined would reload its captures in the inner loop.
 template <int W, int C, class Body>
 inline __attribute__((always_inline)) void in_vectors(int64_t size, Body body) {
     int64_t c = 0;
@@ -54,7 +54,7 @@ inline __attribute__((always_inline)) void in_vectors(int64_t size, Body body) {
     }
 }
 
-// scores [bs / W][R][W] = q K^T; q [D][R], keys [D][bs].
+// Computes scores [bs / W][R][W] = q K^T; q [D][R], keys [D][bs].
 template <class Pool, int W, int R>
 void score(const float* q, const typename Pool::Code* keys, Ahead<typename Pool::Code> next, float* scores, int64_t bs,
            int64_t D) {
@@ -83,8 +83,8 @@ void score(const float* q, const typename Pool::Code* keys, Ahead<typename Pool:
     });
 }
 
-// Turns scores into weights e^(score - peak), times the scales of the values; leaves in `shrink` what the former
-// outputs are to be multiplied by.
+// Replaces scores by weights e^(score - peak), times the scales of the values; sets `shrink` to the factors for the
+// outputs so far.
 template <class Pool, int W, int R>
 void weigh(float* scores, const Visible* visible, const float* value_scales, float* peak, float* lane_weight,
            float* shrink, int64_t bs) {
@@ -120,7 +120,7 @@ void weigh(float* scores, const Visible* visible, const float* value_scales, flo
     }
 }
 
-// out [R][D] = out * shrink + weights V over tokens [first, last]; values [bs][D], weights [bs / WS][R][WS].
+// Computes out [R][D] = out * shrink + weights V over tokens [first, last]; values [bs][D], weights [bs / WS][R][WS].
 template <class Pool, int W, int R>
 void gather(const float* weights, const typename Pool::Code* values, Ahead<typename Pool::Code> next,
             const float* shrink, float* out, int64_t ws, Visible tokens, int64_t bs, int64_t D) {
@@ -168,7 +168,7 @@ Tile<Pool> choose(int64_t rows, std::integer_sequence<int, R...>) {
     return tiles[rows - 1];
 }
 
-// A block of 8 tokens, or a head of 72 dimensions, does not fill the widest registers.
+// The lanes used for sizes that do not fill the widest registers, such as 8 tokens per block or heads of 72 dimensions.
 constexpr int kNarrow = kLanes < 8 ? kLanes : 8;
 static int64_t lanes(int64_t size) { return size % kLanes == 0 ? kLanes : kNarrow; }
 

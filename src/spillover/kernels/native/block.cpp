@@ -1,5 +1,5 @@
-// The two halves of a dense decoder layer, each a sequence of the kernels beside this file: between two of them Python
-// costs more than the small ones themselves, and most when a step has few rows.
+// The two halves of a dense decoder layer, each a sequence of the other kernels: Python between two kernels costs more
+// than a small kernel itself, most of all when a step has few rows.
 #include <cstdint>
 
 extern "C" {
@@ -20,7 +20,7 @@ void attention(const float* q, int64_t q_stride, const void* kv, int64_t block_s
                int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs, float scale, int64_t window,
                const float* sinks, int64_t kind);
 
-// `coded`: whether w is kept in codes; else it is float32.
+// Multiplies by w, which is stored in codes if `coded`, and in float32 otherwise.
 static void product(const float* x, const void* w, int64_t coded, const float* bias, float* y, int64_t M, int64_t N,
                     int64_t K) {
     if (coded) {
@@ -75,7 +75,7 @@ void mlp_block(float* x, float* residual, const float* norm, float eps, const vo
     product(active, down, down_coded, down_bias, x, T, hidden, inner);
 }
 
-// All pointers of a layer; those that may be null are so above.
+// All pointers of a layer; the same ones may be null as in the functions above.
 struct Layer {
     const float* input_norm;
     const void* qkv;
@@ -95,14 +95,14 @@ struct Layer {
     int64_t group, window;
 };
 
-// Where the rows of a step and the blocks of their requests are, for the layers of a group.
+// Positions of a step's rows and block tables of their requests, for the layers of one group.
 struct Batch {
     const int64_t* positions;
     const int32_t *rows, *query_start, *seq_lens, *table;
     int64_t table_stride, B;
 };
 
-// Layer after layer. scratch: as much as the larger of a layer's halves takes.
+// Computes the layers in order. scratch: the size that the larger half of a layer needs.
 void dense_layers(const Layer* layers, int64_t count, const Batch* batches, float* x, float* residual, float eps,
                   const float* cos, const float* sin, int64_t block_stride, float scale, int64_t T, int64_t hidden,
                   int64_t inner, int64_t H, int64_t Hk, int64_t D, int64_t bs, int64_t kind, float* scratch) {

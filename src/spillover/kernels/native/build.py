@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels, for a wheel or at first use. Imports the standard library alone, for setup.py runs it."""
+"""Compiles the C++ kernels, for a wheel or at first use. Imports the standard library alone, as setup.py runs it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from typing import NamedTuple
 
 _FOLDER = Path(__file__).parent
 SOURCES = tuple(sorted(_FOLDER.rglob("*.cpp")))
-# No -ffast-math: it would let the compiler reorder sums, and the kernels promise one order.
+# No -ffast-math: it would let the compiler reorder sums, and the kernels guarantee one order.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread", "-Wno-psabi")
-# A symbol that nothing defines fails the link, with its name, rather than the load.
+# An undefined symbol is reported by name at linking, rather than at loading.
 LINK_FLAGS = ("-shared", "-pthread", *(("-Wl,--no-undefined",) if sys.platform == "linux" else ()))
-_LONGEST = "mixture_"  # so begin the names of those that take longest to compile
+_LONGEST = "mixture_"  # prefix of the sources that take longest to compile
 _POLL_SECONDS = 0.05
-_LOCK_SECONDS = 600  # for another process's build; after that this one builds beside it
-_PREFIX = "build-"  # of temporary folders
+_LOCK_SECONDS = 600  # time to wait for another process's build; after it this process builds as well
+_PREFIX = "build-"  # prefix of temporary folders
 
-Progress = Callable[[int, int], None]  # sources that are compiled, of how many
+Progress = Callable[[int, int], None]  # called with the number of compiled sources, and that of all
 
 
 class BuildError(Exception):
-    """Why there is no library, in a few words."""
+    """A failed build, with the reason in a few words."""
 
 
 class Level(NamedTuple):
-    """Instructions that a library of the wheel is compiled for."""
+    """An instruction level that a library of the wheel is compiled for."""
 
     name: str
-    cores: str  # flags of the compiler
-    features: str  # that /proc/cpuinfo lists where cores have these instructions
+    cores: str  # compiler flags
+    features: str  # features that /proc/cpuinfo lists if cores have these instructions
 
     @property
     def file(self) -> str:
@@ -49,7 +49,7 @@ class Level(NamedTuple):
 _V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 _V8_2 = "asimd crc32 atomics asimdrdm"
-# By machine, best first: all that the sources ask the compiler about, and nothing else.
+# By machine, best first: exactly the features that the sources check for at compile time.
 LEVELS = {
     "x86_64": (
         Level("amx", "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16",
@@ -67,19 +67,19 @@ LEVELS = {
 
 
 def levels() -> list[Level]:
-    """Return the levels that the cores of this machine have, best first; none where that is not known."""
+    """Return the levels that the cores of this machine have, best first; none if the features are not known."""
     lines = (line.partition(":") for line in _cpuinfo())
     found = {feature for key, _, value in lines if key.strip() in ("flags", "Features") for feature in value.split()}
     return [level for level in LEVELS.get(platform.machine(), ()) if found.issuperset(level.features.split())]
 
 
 def shipped_library() -> Path | None:
-    """Return the library of the best level; None where there are none (an editable install) or cores have no level."""
+    """Return the library of the best level; None if none is shipped (an editable install) or fits the cores."""
     return next((path for level in levels() if (path := _FOLDER / level.file).exists()), None)
 
 
 def command(cores: str = "") -> list[str]:
-    """Return the compiler and its flags; without flags for `cores`, for those of this machine."""
+    """Return the compiler and its flags. `cores`: flags of a level; empty: those for the cores of this machine."""
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
         if name and (found := shutil.which(name)):
@@ -88,7 +88,7 @@ def command(cores: str = "") -> list[str]:
 
 
 def library_name(command: list[str]) -> str:
-    """Return a file name that differs whenever anything differs that decides the library's code."""
+    """Return a file name that depends on everything that determines the library's code."""
     version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
     digest = hashlib.blake2b(version + "\0".join([*command, *LINK_FLAGS, _cpu()]).encode(), digest_size=10)
     for source in (*SOURCES, *sorted(_FOLDER.rglob("*.h"))):
@@ -108,7 +108,7 @@ def cache_folder(kind: str = "native") -> Path:
 def build(command: list[str], path: Path, tell: Progress, sources: Sequence[Path] = SOURCES) -> None:
     """Write the library to `path`, unless another process does so first.
 
-    A build that is interrupted removes its temporary folder; one that is killed leaves it to the next build.
+    An interrupted build removes its temporary folder; the folder of a killed build is removed by the next one.
     """
     tell(0, len(sources))
     with _only_build(path, lambda done: tell(done, len(sources))) as alone:
@@ -129,7 +129,7 @@ def build(command: list[str], path: Path, tell: Progress, sources: Sequence[Path
 
 
 def _compile(command: list[str], sources: Sequence[Path], folder: Path, tell: Progress) -> list[str]:
-    """Compile into `folder`, at most as many sources at once as there are cores, the longest first."""
+    """Compile the sources into `folder`, at most one per core at a time, the slowest first."""
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     waiting = sorted(zip(sources, objects, strict=True), key=lambda pair: not pair[0].stem.startswith(_LONGEST))
     running: list[tuple[subprocess.Popen[bytes], Path]] = []
@@ -167,9 +167,9 @@ def _cores() -> int:
 
 @contextlib.contextmanager
 def _only_build(path: Path, waited: Callable[[int], None]) -> Iterator[bool]:
-    """Hold the folder's lock, which the system frees when its holder ends; False: it could not be had.
+    """Hold the folder's lock, which the system releases when its holder exits; yield False if it was not acquired.
 
-    `waited` is told how many sources the process that holds it has compiled.
+    `waited` is called with the number of sources that the lock's holder has compiled.
     """
     opened = os.open(path.parent, os.O_RDONLY)
     try:
@@ -196,13 +196,13 @@ def _locked(opened: int, path: Path, waited: Callable[[int], None]) -> bool:
 
 
 def _cpu() -> str:
-    """Return what -march=native looks at: the first processor's model and features."""
+    """Return what -march=native depends on: the first processor's model and features."""
     keys = ("model", "model name", "stepping", "flags", "Features", "CPU implementer", "CPU part")
     features = [line for line in _cpuinfo() if line.split(":")[0].strip() in keys]
     return "\n".join([platform.machine(), platform.processor(), *features])
 
 
 def _cpuinfo() -> list[str]:
-    """Return the lines of the first processor."""
+    """Return the lines of /proc/cpuinfo about the first processor."""
     path = Path("/proc/cpuinfo")
     return path.read_text().split("\n\n")[0].splitlines() if path.exists() else []

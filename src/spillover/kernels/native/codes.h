@@ -1,7 +1,7 @@
-// What a KV pool is made of: floats, or codes of one byte (float8 e4m3fn, int8) with a float scale a token.
+// Element types of a KV pool: floats, or codes of one byte (float8 e4m3fn, int8) with one float scale per token.
 //
-// value = code * scale; scale = the largest magnitude of the token's head / the largest code. The layout is told in
-// kv_quant.py, whose reference these agree with bit by bit.
+// value = code * scale; scale = the largest magnitude of the token's head / the largest code. kv_quant.py describes the
+// layout; these functions agree with its reference bit for bit.
 #pragma once
 #include <cstring>
 
@@ -19,7 +19,7 @@ struct Bytes {
     typedef int8_t Unaligned __attribute__((vector_size(W), aligned(1), may_alias));
 };
 
-// Compilers know the one instruction that widens or narrows a whole vector, but do not find it by themselves.
+// Intrinsics are used as compilers do not find the single instruction that widens or narrows a whole vector.
 template <int W>
 static inline typename Vec<W>::I load_codes(const uint8_t* p) {
     typedef typename Vec<W>::I I;
@@ -39,7 +39,7 @@ static inline typename Vec<W>::I load_codes(const uint8_t* p) {
     return __builtin_convertvector(codes, I);
 }
 
-// The low byte of every lane.
+// Stores the low byte of every lane.
 template <int W>
 static inline void store_codes(uint8_t* p, typename Vec<W>::I codes) {
 #if defined(__AVX512F__)
@@ -58,7 +58,7 @@ static inline void store_codes(uint8_t* p, typename Vec<W>::I codes) {
     *reinterpret_cast<typename Bytes<W>::Unaligned*>(p) = __builtin_convertvector(codes, typename Bytes<W>::V);
 }
 
-// Every pool below: Code, its type; kScaled, whether scales follow a head's codes; load, W codes as floats times kUnit.
+// Every pool below has: Code, the element type; kScaled, whether scales follow a head's codes; load, W codes / kUnit.
 
 struct FloatPool {
     typedef float Code;
@@ -85,8 +85,8 @@ struct Int8Pool {
     }
 };
 
-// The bits of e4m3 are those of a half whose exponent is 8 less, subnormals too: so it is loaded as a half, where the
-// machine converts halves, and kUnit makes up for the exponent.
+// The bits of e4m3 are those of a half whose exponent is smaller by 8, including subnormals. So codes are loaded as
+// halves, if the machine can convert these, and kUnit corrects the exponent.
 struct Fp8Pool {
     typedef uint8_t Code;
     static constexpr bool kScaled = true;
@@ -119,12 +119,12 @@ struct Fp8Pool {
 #endif
         const I codes = load_codes<W>(p);
         const I magnitude = (codes & 0x7f) << 20;
-        // Exponents 2^-15 and up, or a multiple of 2^-17 below: no subnormal float is made on the way.
+        // The result is 2^-14 or more, or a multiple of 2^-17 below it: no subnormal float occurs in between.
         const F normal = (F)(magnitude + (112 << 23)), subnormal = (F)(magnitude + (113 << 23)) - 0x1p-14f;
         const I bits = (codes & 0x7f) < 8 ? (I)subnormal : (I)normal;
         return (F)(bits | (codes & 0x80) << 24);
     }
-    // To nearest, ties to even. |x| <= 448.
+    // Rounds to nearest, ties to even; |x| <= 448.
     template <int W>
     static typename Vec<W>::I encode(typename Vec<W>::F x) {
         typedef typename Vec<W>::F F;
@@ -136,7 +136,7 @@ struct Fp8Pool {
     }
 };
 
-// x / scale as codes; nothing but zeros has scale 0, or what is so small that its scale is no float.
+// Returns x / scale as codes. A scale is 0 if all values are zero, or so small that it underflows; codes are then 0.
 template <class Pool, int W>
 static inline typename Vec<W>::I encode(typename Vec<W>::F x, typename Vec<W>::F scale) {
     typedef typename Vec<W>::F F;
@@ -153,7 +153,7 @@ static inline typename Vec<W>::F magnitude(typename Vec<W>::F x) {
     return (typename Vec<W>::F)((I)x & 0x7fffffff);
 }
 
-// The scale of one token's head; D is a multiple of W.
+// Returns the scale of one head of a token; D is a multiple of W.
 template <class Pool, int W>
 static inline float row_scale(const float* x, int64_t D) {
     typename Vec<W>::F top{};
@@ -161,7 +161,7 @@ static inline float row_scale(const float* x, int64_t D) {
     return maximum<W>(top) / Pool::kLargest;
 }
 
-// codes [D], side by side.
+// Encodes a row x [D] to contiguous codes [D].
 template <class Pool, int W>
 static inline void encode_row(const float* x, float scale, uint8_t* codes, int64_t D) {
     for (int64_t d = 0; d < D; d += W) store_codes<W>(codes + d, encode<Pool, W>(load<W>(x + d), splat<W>(scale)));

@@ -1,7 +1,7 @@
-// Threads that share the chunks of a job: phases one after another, a phase's chunks in any order.
+// Threads that share the chunks of a job: phases one after another, the chunks of a phase in any order.
 //
-// Each thread has a range of chunks of its own, so that it reads memory in one run, and takes from the others' ranges
-// when its own is empty: a thread that sleeps or is held up by the system delays nobody.
+// Each thread has its own range of chunks, so that it reads memory sequentially, and takes chunks from other ranges
+// once its own is empty: a thread that sleeps or is descheduled does not delay the others.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -20,7 +20,7 @@
 
 typedef std::chrono::steady_clock Clock;
 
-// Waits a little. Now and then it lets others run: there may be more threads than cores.
+// Waits briefly. Every 4096 calls it yields the core, as there may be more threads than cores.
 class Spin {
   public:
     void operator()() {
@@ -31,14 +31,14 @@ class Spin {
 #endif
         if (++count_ % 4096 == 0) sched_yield();
     }
-    // Whether it is time to look at the clock.
+    // Whether it is time to read the clock.
     bool often() const { return count_ % 64 == 0; }
 
   private:
     unsigned count_ = 0;
 };
 
-// What a crew works on. A chunk may rely on all chunks of the phases before it.
+// The work of a crew. A chunk may rely on all chunks of earlier phases being complete.
 class Job {
   public:
     virtual void run(int phase, int64_t chunk, int thread) = 0;
@@ -47,7 +47,7 @@ class Job {
     ~Job() = default;
 };
 
-// The first chunk of a thread's range.
+// Returns the first chunk of a thread's range.
 inline int64_t range_begin(int64_t chunks, int thread, int threads) { return chunks * thread / threads; }
 
 class Crew {
@@ -55,7 +55,7 @@ class Crew {
     static constexpr int kPhases = 3;
     static constexpr std::chrono::microseconds kAwake{2000};
 
-    // The thread that leads is one of `threads`. One without work spins `awake` for the next job.
+    // The leading thread counts as one of `threads`. A thread without work spins for `awake`, then sleeps.
     explicit Crew(int threads, std::chrono::microseconds awake = kAwake) : size_(threads), awake_(awake) {
         for (auto& phase : phases_) phase.ranges = std::make_unique<Line[]>(size_);
         try {
@@ -70,7 +70,7 @@ class Crew {
 
     int size() const { return size_; }
 
-    // Does the job together with whoever is awake, and returns when it is done. One leader at a time.
+    // Runs the job together with the threads that are awake, and returns when it is complete. One leader at a time.
     void lead(Job& job, const int64_t (&chunks)[kPhases]) {
         const std::lock_guard<std::mutex> guard(lead_);
         const uint64_t turn = current_.load(std::memory_order_relaxed) + 1;
@@ -83,19 +83,19 @@ class Crew {
                 phase.ranges[r].value.store(tagged(turn, count), std::memory_order_release);
             }
         }
-        current_.store(turn);  // in one order with sleepers_, as its increment and the look at current_ after it
+        current_.store(turn);  // sequentially consistent, as are the accesses in sleep()
         if (sleepers_.load() > 0) notify();
         work(turn, 0);
     }
 
-    // A job is about to come.
+    // Wakes sleeping threads because a job is about to start.
     void wake() {
         wakes_.fetch_add(1);
         if (sleepers_.load() > 0) notify();
     }
 
   private:
-    // A turn and a count, so that a thread which comes late to a turn takes nothing of the next.
+    // Packs a turn and a count, so that a thread that is late for a turn takes no chunk of the next.
     static uint64_t tagged(uint64_t turn, int64_t count) { return turn << 32 | static_cast<uint64_t>(count); }
     static bool of(uint64_t value, uint64_t turn) { return value >> 32 == (turn & 0xffffffffu); }
     static int64_t count(uint64_t value) { return static_cast<int64_t>(value & 0xffffffffu); }
@@ -105,9 +105,9 @@ class Crew {
     };
 
     struct Phase {
-        Line left;                       // chunks that are not done
-        std::unique_ptr<Line[]> ranges;  // chunks that nobody took, of each thread's range
-        int64_t chunks = 0;              // read only by who holds one of them
+        Line left;                       // number of chunks that are not complete
+        std::unique_ptr<Line[]> ranges;  // number of chunks not yet taken from each thread's range
+        int64_t chunks = 0;              // total; read only by threads that hold one of the chunks
     };
 
     int64_t begin(const Phase& phase, int range) const { return range_begin(phase.chunks, range, size_); }
@@ -130,8 +130,8 @@ class Crew {
         }
     }
 
-    // Chunks that were left in the range before one was taken, 0 if there is none of this turn. Whoever holds a chunk
-    // keeps the turn from ending, so what belongs to the job may be read.
+    // Takes a chunk and returns the number of chunks left before it was taken; 0 if there was none of this turn. The
+    // turn cannot end while a thread holds a chunk, so that thread may read the job's data.
     static int64_t take(std::atomic<uint64_t>& range, uint64_t turn) {
         uint64_t value = range.load(std::memory_order_acquire);
         while (of(value, turn) && count(value) > 0) {
@@ -168,7 +168,7 @@ class Crew {
     }
 
     void notify() {
-        { const std::lock_guard<std::mutex> guard(sleep_); }  // nobody is between its look and its sleep
+        { const std::lock_guard<std::mutex> guard(sleep_); }  // no thread is between its check and its sleep
         alarm_.notify_all();
     }
 
@@ -183,7 +183,7 @@ class Crew {
     const std::chrono::microseconds awake_;
     Job* job_ = nullptr;
     Phase phases_[kPhases];
-    alignas(64) std::atomic<uint64_t> current_{0};  // turn of the latest job
+    alignas(64) std::atomic<uint64_t> current_{0};  // turn number of the latest job
     alignas(64) std::atomic<uint64_t> wakes_{0};
     std::atomic<int> sleepers_{0};
     std::atomic<bool> stopping_{false};

@@ -1,5 +1,5 @@
-// A batch of copies over the link of a CUDA device, waited for, as one call: Python gives its interpreter up once, and
-// not at every step of the way. The driver's functions come as addresses: nothing of CUDA is needed to build this.
+// A batch of copies over the link of a CUDA device, including the wait, as one call: Python releases its interpreter
+// lock once instead of for every copy. The driver's functions are passed as addresses, so the build needs no CUDA.
 #include <cstddef>
 #include <cstdint>
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kUnsupported = 801;
 
-// CUmemcpyAttributes: sources are read in stream order; no hints of places.
+// CUmemcpyAttributes: sources are read in stream order; without location hints.
 struct CopyAttributes {
     int source_order, source_type, source_id, target_type, target_id;
     unsigned flags;
@@ -15,7 +15,7 @@ struct CopyAttributes {
 
 }  // namespace
 
-// As CudaDriver.table lists them; copy_batch may be null.
+// Driver functions in the order of CudaDriver.table; copy_batch may be null.
 struct Driver {
     int (*set_context)(void* context);
     int (*write_value)(void* stream, uint64_t address, uint32_t value, unsigned flags);
@@ -26,8 +26,8 @@ struct Driver {
     int (*synchronize_event)(void* event);
 };
 
-// Copies and sleeps until `done` has passed. A CUDA error, or 0. `gate`: 32 bits on the device, or 0, that are 1 while
-// the copies run: streams of a lower priority wait there.
+// Copies, sleeps until the event `done` is complete, and returns a CUDA error or 0. `gate`: 32 bits on the device that
+// are 1 while the copies run, so that streams of lower priority wait; null if not used.
 extern "C" int64_t cuda_copy(const Driver* driver, void* context, void* gate, const uint64_t* targets,
                              const uint64_t* sources, const uint64_t* sizes, int64_t count, void* stream, void* done,
                              int64_t batch) {
@@ -46,7 +46,7 @@ extern "C" int64_t cuda_copy(const Driver* driver, void* context, void* gate, co
         error = driver->copy(targets[i], sources[i], sizes[i], stream);
         if (error) break;
     }
-    if (gate) {  // whatever happened: it may not stay shut
+    if (gate) {  // opened also after an error: other streams must not wait forever
         int opened = driver->write_value(stream, reinterpret_cast<uint64_t>(gate), 0, 0);
         error = error ? error : opened;
     }

@@ -1,8 +1,8 @@
-// Rows of weights in the forms experts are kept in, and their products with rows of floats.
+// Rows of weights in the forms in which experts are stored, and their products with rows of floats.
 //
-// Weights are widened 32 columns at a time, a step. A form may hand the columns of a step out in an order of its own:
-// `place` says where a column's float is to lie in the other operand, and `arrange` puts a whole row there. Rows of
-// floats are padded with zeros to whole steps.
+// Weights are widened 32 columns at a time, which is a step. A form may return the columns of a step in a different
+// order: `place` returns the index of a column's float in the other operand, and `arrange` reorders a whole row. Rows
+// of floats are padded with zeros to whole steps.
 #pragma once
 #include <cstring>
 
@@ -13,8 +13,8 @@ constexpr int64_t kStep = 32;
 
 static inline int64_t padded(int64_t columns) { return ceil_div(columns, kStep) * kStep; }
 
-// Every form below: kBits of a weight; kScaled, whether scales come with the weights, and then kScaleSteps, the steps
-// that share one; widen, a step of weights times their scale; prepare, the scales of a row as `widen` wants them.
+// Every form below has: kBits per weight; kScaled, whether weights have scales, and if so kScaleSteps, the number of
+// steps that share a scale; widen, a step of weights times their scale; prepare, the scales of a row for `widen`.
 
 struct DenseForm {
     static constexpr bool kScaled = false;
@@ -69,7 +69,7 @@ struct Float16Form : DenseForm {
         const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7fff) << 13;
         float value;
         std::memcpy(&value, &magnitude, 4);
-        value *= 0x1p112f;  // the exponents' biases apart
+        value *= 0x1p112f;  // the difference of the exponents' biases
         if (magnitude >= 0x0f800000) value = __builtin_inff();
         return bits & 0x8000 ? -value : value;
     }
@@ -109,7 +109,7 @@ struct Fp8Form {
     static constexpr bool kScaled = true;
     static int64_t place(int64_t column) { return column; }
     static void arrange(const float* in, float* out, int64_t columns) { std::memcpy(out, in, columns * 4); }
-    static int64_t scale_bytes(int64_t columns) { return ceil_div(columns, kBlock) * 4; }  // of a row of blocks
+    static int64_t scale_bytes(int64_t columns) { return ceil_div(columns, kBlock) * 4; }  // per row of blocks
     static void prepare(const uint8_t* scales, float* out, int64_t columns) {
         for (int64_t i = 0; i < ceil_div(columns, kBlock); i++) {
             out[i] = reinterpret_cast<const float*>(scales)[i] * Fp8Pool::kUnit;
@@ -119,7 +119,7 @@ struct Fp8Form {
     static void widen(const uint8_t* p, const float* scale, typename Vec<W>::F (&w)[kStep / W]) {
 #if defined(__AVX512BW__)
         if constexpr (W == 16) {
-            // As Fp8Pool::load, two vectors at once.
+            // The same as Fp8Pool::load, for two vectors at once.
             const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
             const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(codes), 7),
                                                     _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
@@ -133,7 +133,7 @@ struct Fp8Form {
     }
 };
 
-// A byte holds columns 2i and 2i + 1, so the even columns of a step come first, and then the odd ones.
+// A byte holds columns 2i and 2i + 1, so `widen` returns the even columns of a step first, and then the odd ones.
 struct Mxfp4Form {
     static constexpr int64_t kBits = 4, kScaleSteps = 1;
     static constexpr bool kScaled = true;
@@ -149,7 +149,7 @@ struct Mxfp4Form {
         }
     }
     static int64_t scale_bytes(int64_t columns) { return ceil_div(columns / kStep, 4) * 4; }
-    // 2^(code - 127); its bits are the exponent of a float, but for code 0, which is half the least normal one.
+    // 2^(code - 127); the code is the exponent of a float, except for code 0, which is half the smallest normal float.
     static void prepare(const uint8_t* scales, float* out, int64_t columns) {
         for (int64_t i = 0; i < columns / kStep; i++) {
             const int32_t bits = static_cast<int32_t>(static_cast<uint32_t>(scales[i]) << 23);
@@ -166,7 +166,7 @@ struct Mxfp4Form {
                                                 -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
             const __m512 scaled = _mm512_mul_ps(table, _mm512_set1_ps(*scale));
             const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-            w[0] = (F)_mm512_permutexvar_ps(codes, scaled);  // looks at the low four bits alone
+            w[0] = (F)_mm512_permutexvar_ps(codes, scaled);  // uses only the low four bits
             w[1] = (F)_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), scaled);
             return;
         }
@@ -181,7 +181,7 @@ struct Mxfp4Form {
     }
 
   private:
-    // Twice the values of 16 bytes' low halves, then of their high halves.
+    // Writes twice the values of the low halves of 16 bytes, then of their high halves.
     static void lookup(const uint8_t* p, int8_t* out) {
         alignas(16) static constexpr int8_t kTable[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 #if defined(__SSSE3__)
@@ -204,8 +204,8 @@ struct Mxfp4Form {
     }
 };
 
-// Codes in groups of columns that share a word, a float whose last byte is the codes' zero. Of 4 bits they lie as those
-// of MXFP4. A step's scale is two floats: its group's, and what is added for the zero.
+// Codes in groups of columns that share a word: a float scale whose last byte is replaced by the codes' zero. Codes of
+// 4 bits are stored as those of MXFP4. A step's scale is two floats: the group's scale, and the offset for the zero.
 template <int64_t kCodeBits, int64_t kGroup>
 struct IntForm {
     static constexpr int64_t kBits = kCodeBits, kScaleSteps = 1;
@@ -222,7 +222,7 @@ struct IntForm {
             std::memcpy(&word, words + step * kStep / kGroup * 4, 4);
             const uint32_t bits = word & ~255u;
             std::memcpy(out + 2 * step, &bits, 4);
-            out[2 * step + 1] = -out[2 * step] * static_cast<float>(word & 255);  // exact: 16 bits by 8
+            out[2 * step + 1] = -out[2 * step] * static_cast<float>(word & 255);  // exact: 16 bits times 8 bits
         }
     }
     template <int W>
@@ -243,8 +243,8 @@ struct IntForm {
     }
 };
 
-// Codes of a GGUF file: for every step a scale, or with kHalves one for each half, then with kOffsets an offset. The zero
-// is the middle of a byte, and of 4 bits 0. A step's scale is three floats: one for each half, and the offset.
+// Codes of a GGUF file: each step has a scale, or with kHalves one per half, and with kOffsets an offset. The zero is
+// 128 for codes of 8 bits and 0 for 4 bits. A prepared scale is three floats: one per half, and the offset.
 template <int64_t kCodeBits, bool kHalves, bool kOffsets>
 struct GgufForm : IntForm<kCodeBits, kStep> {
     static constexpr int64_t kNumbers = 1 + kHalves + kOffsets;
@@ -271,7 +271,7 @@ struct GgufForm : IntForm<kCodeBits, kStep> {
     }
 };
 
-// Floats that `prepare` makes of a step's scale.
+// Number of floats that `prepare` writes for a step's scale.
 template <class Form>
 constexpr int64_t kScaleFloats = 1;
 template <int64_t kCodeBits, int64_t kGroup>
@@ -284,7 +284,7 @@ struct Row {
     const float* scales;  // prepared
 };
 
-constexpr int64_t kAhead = 2048;  // bytes of a row that are asked for before they are needed
+constexpr int64_t kAhead = 2048;  // bytes by which a row is prefetched
 
 template <class Form>
 static inline void prefetch(const Row (&rows)[2], int64_t step) {
@@ -294,7 +294,7 @@ static inline void prefetch(const Row (&rows)[2], int64_t step) {
     }
 }
 
-// The products of two rows of weights with B rows of floats: out[b][0..1]. A sum has one order, whatever B is.
+// Computes out[b][0..1], the products of two rows of weights with B rows of floats, with one order of sums for every B.
 template <class Form, int W, int B>
 static inline void products(const Row (&rows)[2], const float* const* x, int64_t columns, float (*out)[2]) {
     typedef typename Vec<W>::F F;

@@ -1,8 +1,8 @@
-// The gated activations of an MLP on lanes of gate and up.
+// The gated activations of an MLP on vectors of gate and up.
 #pragma once
 #include "vector.h"
 
-constexpr float kSwigluAlpha = 1.702f;  // of gpt-oss
+constexpr float kSwigluAlpha = 1.702f;  // the constant of gpt-oss
 
 template <int W>
 static inline typename Vec<W>::F silu(typename Vec<W>::F gate, typename Vec<W>::F up) {

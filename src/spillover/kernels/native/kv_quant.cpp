@@ -1,4 +1,4 @@
-// Whole blocks to codes of eight and four bits and back, on the thread that calls: it runs beside the engine, whose cores are not to be taken.
+// Quantisation of whole KV blocks to eight and four bits and back, on the calling thread, to leave cores to the engine.
 #include <vector>
 
 #include "codes.h"
@@ -74,13 +74,13 @@ void decode_layers(const uint8_t* codes, float* x, int64_t layers, int64_t Hk, H
     }
 }
 
-// Four bits, as kv_int4.py has them: rows [D][bs] of floats, rotated over D, lanes are tokens.
+// Four bits, as in kv_int4.py: rows [D][bs] of floats, rotated over D, with one token per lane.
 
 struct Head4 : Head {
     int64_t bytes() const { return D / 2 * bs + 2 * bs; }
 };
 
-// Not normalised. Only sums: the order is that of the reference, whatever the lanes.
+// Rotates without normalising. The order of sums is that of the reference, whatever the number of lanes.
 template <int W>
 void rotate(float* x, Head h) {
     const int64_t chunk = h.D & -h.D;
@@ -161,7 +161,7 @@ void transpose(const float* x, float* y, int64_t rows, int64_t columns) {
     }
 }
 
-// A pool of floats, whose heads are used as they lie, or of codes.
+// Heads of a pool of floats, which are copied unchanged, or of a pool of codes (below).
 struct Floats {
     static int64_t bytes(Head h) { return 4 * h.values(); }
     static void read(const char* head, float* x, Head h, bool) { std::memcpy(x, head, bytes(h)); }
@@ -205,7 +205,7 @@ void decode_layers4(const uint8_t* codes, char* x, int64_t layers, int64_t Hk, H
 
 }  // namespace
 
-// x [layers, 2, Hk, bs * D] of one block. Kind 0: floats to int8, 1: to e4m3; to four bits 2: floats, 3: int8, 4: e4m3.
+// Encodes x [layers, 2, Hk, bs * D] of a block. Kind 0: floats to int8, 1: to e4m3; to int4: 2 floats, 3 int8, 4 e4m3.
 extern "C" void encode_block(const char* x, uint8_t* codes, int64_t layers, int64_t Hk, int64_t D, int64_t bs,
                              int64_t kind) {
     const Head h{D, bs};
@@ -228,14 +228,14 @@ extern "C" void decode_block(const uint8_t* codes, char* x, int64_t layers, int6
     else decode_layers4<Codes<Fp8Pool>>(codes, x, layers, Hk, {h});
 }
 
-// A piece of each of `count` blocks, which lie anywhere, side by side.
+// Copies a piece of each of `count` blocks, given by address, into contiguous memory.
 extern "C" void stage_blocks(const int64_t* blocks, int64_t offset, int64_t bytes, int64_t count, char* stage) {
     for (int64_t i = 0; i < count; i++) {
         std::memcpy(stage + i * bytes, reinterpret_cast<const char*>(blocks[i]) + offset, bytes);
     }
 }
 
-// The same of narrow blocks, decoded: one layer of each from `offset`, to [count][2][Hk][bs * D] of the pool's kind.
+// As stage_blocks, for quantised blocks: decodes one layer of each, at `offset`, to [count][2][Hk][bs * D] of the pool.
 extern "C" void stage_decoded(const int64_t* blocks, int64_t offset, int64_t count, char* stage, int64_t Hk, int64_t D,
                               int64_t bs, int64_t kind) {
     const Head h{D, bs};

@@ -1,10 +1,10 @@
 // y = x W^T + b over packed panels W [ceil(N/P)][K][P]: lanes are output channels, x is broadcast.
 //
-// Every y[m, n] is one chain of fused multiply-adds over k = 0..K-1, whatever the tile it falls in, so its bits do not
-// depend on M. With few rows the weights stream from memory once, at its speed: each tile asks for its share of the
-// next panel while it computes on this one. It asks for it in several places at once: a core has few buffers for lines
-// that software waits for, but its own prefetcher, which has more of them, runs ahead of every sequence that it sees,
-// up to the end of a page. One sequence it cannot run far enough ahead of.
+// Every y[m, n] is one chain of fused multiply-adds over k = 0..K-1 in every tile, so its bits do not depend on M. With
+// few rows the weights stream from memory once, at memory bandwidth: while a tile computes on a panel, it prefetches a
+// share of the next panel, from several positions at once. A core has few buffers for lines that software prefetches,
+// but its hardware prefetcher has more of them and runs ahead of every sequence that it detects, up to the end of a
+// page. With a single sequence it cannot run far enough ahead.
 #include "team.h"
 #include "vector.h"
 
@@ -21,15 +21,15 @@ constexpr int kPanel = 16, kTile = 6;  // 6 x 4 of 32
 constexpr int kVectors = kPanel / kLanes;
 constexpr int kLine = 16;  // floats in a cache line
 constexpr int kLinesPerK = kPanel / kLine;
-constexpr int kStreams = 4;  // sequences in which a panel is asked for; with one, 16 rows take 1.3 times as long
-constexpr int64_t kRowBlockBytes = 1 << 19;  // of x, held in the second-level cache while panels pass
+constexpr int kStreams = 4;  // sequences in which a panel is prefetched; with one, 16 rows take 1.3 times as long
+constexpr int64_t kRowBlockBytes = 1 << 19;  // maximum bytes of x that stay in L2 cache while panels pass
 
 struct Shape {
     int64_t K, N;
 };
 
-// ASK: cache lines asked for while k advances by kStreams, from `next` on: one, or as many in each stream. The streams
-// lie `apart`.
+// ASK: number of cache lines to prefetch, from `next` on, while k advances by kStreams: one, or the same number in each
+// stream. `apart`: floats from one stream to the next.
 template <int T, int ASK>
 void tile(const float* x, const float* panel, float* y, int64_t width, const float* bias, const float* next,
           int64_t apart, Shape s) {
@@ -50,7 +50,7 @@ void tile(const float* x, const float* panel, float* y, int64_t width, const flo
     };
     int64_t k = 0;
     if constexpr (ASK > 0) {
-        constexpr int kLines = ceil_div(ASK, kStreams);  // of a stream
+        constexpr int kLines = ceil_div(ASK, kStreams);  // cache lines per stream
         for (; k + kStreams <= s.K; k += kStreams) {
 #pragma GCC unroll 8
             for (int i = 0; i < kStreams; i++) {
@@ -89,11 +89,11 @@ constexpr Tile choose(int64_t rows) {
     return choose<ASK>(static_cast<int>(rows), std::make_integer_sequence<int, kTile>{});
 }
 
-// Rows [0, M) against one panel, in tiles of nearly equal height. The more tiles, the more slowly the next panel is
-// asked for: what waits for memory takes buffers from what comes out of the second-level cache.
+// Multiplies rows [0, M) with one panel, in tiles of nearly equal height. With more tiles the next panel is prefetched
+// more slowly, since loads that wait for memory take buffers from loads of L2 cache.
 void panel_product(const float* x, int64_t M, const float* panel, float* y, int64_t width, const float* bias,
                    const float* next, Shape s) {
-    const int64_t tiles = ceil_div(M, kTile), share = s.K / kStreams * kLine;  // of a stream, for a line at every k
+    const int64_t tiles = ceil_div(M, kTile), share = s.K / kStreams * kLine;  // floats of a stream with one line per k
     int64_t row = 0;
     for (int64_t i = 0; i < tiles; i++) {
         const int64_t rows = M / tiles + (i < M % tiles);
@@ -122,14 +122,14 @@ extern "C" void linear(const float* x, const float* panels, const float* bias, f
     const Shape s{K, N};
     const int64_t num_panels = ceil_div(N, kPanel), threads = team_size;
     if (M == 0) return;
-    // Split the rows when x outgrows its share of the cache, and further while there are too few panels to go round.
+    // Split the rows if x exceeds its share of the cache, and further while there are too few panels for all threads.
     int64_t blocks = ceil_div(M * K * 4, kRowBlockBytes);
     while (num_panels * blocks < 4 * threads && M / (blocks * 2) >= 2 * kTile) blocks *= 2;
     const int64_t units = blocks * num_panels;
     share(units, [&](int64_t unit, int thread) {
         const int64_t block = unit / num_panels, n = unit % num_panels * kPanel;
         const int64_t first = M * block / blocks, rows = M * (block + 1) / blocks - first;
-        // The thread's next unit, if it has one left: to fetch another's would cost memory's time.
+        // Prefetch the next unit of this thread's range, if any: prefetching another thread's would waste bandwidth.
         const bool last = unit + 1 == units || unit + 1 == range_begin(units, thread + 1, threads);
         const float* next = panels + (last ? unit : unit + 1) % num_panels * kPanel * K;
         panel_product(x + first * K, rows, panels + n * K, y + first * N + n, smaller(kPanel, N - n),

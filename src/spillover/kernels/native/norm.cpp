@@ -1,4 +1,4 @@
-// Root-mean-square normalisation of rows, alone and after a residual sum. A row is summed in one fixed order.
+// Root-mean-square normalisation of rows, with or without a residual sum before it. A row is summed in one fixed order.
 #include <cmath>
 
 #include "team.h"
@@ -7,9 +7,9 @@
 namespace {
 
 typedef Vec<kLanes>::F F;
-constexpr int64_t kParallel = 1 << 13;  // elements under which a second thread costs more than it saves
+constexpr int64_t kParallel = 1 << 13;  // number of elements up to which a second thread costs more than it saves
 
-// x may be y; D need not be a multiple of the lanes.
+// Normalises x into y, which may be the same; D need not be a multiple of the lanes.
 void normalise(const float* x, const float* weight, float* y, int64_t D, float eps) {
     F squares[4] = {};
     int64_t d = 0;
@@ -31,7 +31,7 @@ void normalise(const float* x, const float* weight, float* y, int64_t D, float e
 
 }  // namespace
 
-// x [outer, inner, D] whose outer rows lie `stride` floats apart -> y contiguous.
+// Normalises x [outer, inner, D], whose outer rows are `stride` floats apart, into contiguous y.
 extern "C" void rms_norm(const float* x, const float* weight, float* y, int64_t outer, int64_t inner, int64_t D,
                          int64_t stride, float eps) {
     share(outer, [=](int64_t o, int) {

@@ -1,10 +1,10 @@
-// Rotary embedding in place: dimensions d and d + D/2 of every head turn by the angle of the row's position.
+// Rotary embedding in place: dimensions d and d + D/2 of every head are rotated by the angle of the row's position.
 #include "team.h"
 #include "vector.h"
 
 namespace {
 
-constexpr int64_t kParallel = 1 << 12;  // elements under which a second thread costs more than it saves
+constexpr int64_t kParallel = 1 << 12;  // number of elements up to which a second thread costs more than it saves
 
 void rotate(float* x, const float* cos, const float* sin, int64_t heads, int64_t half) {
     for (int64_t h = 0; h < heads; h++) {
@@ -20,7 +20,7 @@ void rotate(float* x, const float* cos, const float* sin, int64_t heads, int64_t
 
 }  // namespace
 
-// q and k rows lie a stride apart, their heads contiguous; cos and sin [P, half].
+// Rotates q and k, whose rows are a stride apart and whose heads are contiguous; cos and sin [P, half].
 extern "C" void rope(float* q, float* k, const float* cos, const float* sin, const int64_t* positions, int64_t T,
                      int64_t H, int64_t Hk, int64_t half, int64_t q_stride, int64_t k_stride) {
     share(T, [=](int64_t t, int) {

@@ -1,33 +1,33 @@
-// The threads that the kernels share: as many as set_threads was told.
+// The threads that the kernels share; set_threads sets their number.
 //
-// They are not OpenMP's: once two threads of a process have used that, the one that loads and the one that steps, its
-// workers sleep after every region, and to wake one takes as long as a small product.
+// OpenMP is not used: once two threads of a process (the loading and the stepping thread) have used it, its workers
+// sleep after every parallel region, and waking one takes as long as a small product.
 #pragma once
 #include <map>
 #include <system_error>
 
 #include "crew.h"
 
-constexpr std::chrono::microseconds kTeamAwake{200};  // Python between two kernels takes less, between two steps more
+constexpr std::chrono::microseconds kTeamAwake{200};  // Python takes less between two kernels, more between steps
 
 inline std::atomic<int> team_size{1};
 
 inline Crew& team(int threads) {
     static std::mutex mutex;
-    static auto& teams = *new std::map<int, std::unique_ptr<Crew>>;  // never deleted: at exit threads wait in it
+    static auto& teams = *new std::map<int, std::unique_ptr<Crew>>;  // never deleted, as its threads still wait at exit
     const std::lock_guard<std::mutex> guard(mutex);
     std::unique_ptr<Crew>& found = teams[threads];
     if (!found) {
         try {
             found = std::make_unique<Crew>(threads, kTeamAwake);
-        } catch (const std::system_error&) {  // no more threads to be had
+        } catch (const std::system_error&) {  // the system allows no more threads
             found = std::make_unique<Crew>(1);
         }
     }
     return *found;
 }
 
-// body(i, thread) for i in [0, count): each thread has a range of its own, in order, and then helps the others.
+// Calls body(i, thread) for i in [0, count): each thread processes its own range in order, and then helps the others.
 template <class Body>
 void share(int64_t count, Body body, bool worth = true) {
     const int threads = worth && count > 1 ? team_size.load(std::memory_order_relaxed) : 1;

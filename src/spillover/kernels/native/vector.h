@@ -1,10 +1,10 @@
-// Lanes of float in portable vector extensions (GCC and Clang), and what the kernels do with them.
+// Vectors of floats in portable vector extensions (GCC and Clang), and the operations on them that the kernels use.
 #pragma once
 #include <cstdint>
 #include <utility>
 
 #if defined(__AVX512F__)
-constexpr int kLanes = 16;  // of the widest register
+constexpr int kLanes = 16;  // floats in the widest register
 #elif defined(__AVX__)
 constexpr int kLanes = 8;
 #else
@@ -30,7 +30,7 @@ static inline void store(float* p, typename Vec<W>::F v) {
 
 template <int W>
 static inline typename Vec<W>::F splat(float x) {
-    return x - typename Vec<W>::F{};  // x - 0 is x for every x, -0 among them
+    return x - typename Vec<W>::F{};  // x - 0 is x for every x, including -0
 }
 
 template <int W, int... Lane>
@@ -52,7 +52,7 @@ static inline typename Vec<W>::F exchange(typename Vec<W>::F v, std::integer_seq
 #endif
 }
 
-// Every lane with the lane H away from it; log2(W) of these make a reduction with one fixed order.
+// Exchanges every lane with the lane H away from it; log2(W) of these form a reduction with one fixed order.
 template <int W, int H>
 static inline typename Vec<W>::F exchange(typename Vec<W>::F v) {
     return exchange<W, H>(v, std::make_integer_sequence<int, W>{});
@@ -97,7 +97,7 @@ static inline typename Vec<W>::F exponential(typename Vec<W>::F x) {
     p = p * r + 0.5f;
     p = p * (r * r) + r;
     p = p + 1.0f;
-    // 2^n as 2 * 2^(n-1), for n reaches 128.
+    // 2^n is computed as 2 * 2^(n-1), since n reaches 128.
     const I bits = ((I)shifted - 0x4b400000 + 126) << 23;
     p = (p + p) * (F)bits;
     p = x < low ? F{} : p;

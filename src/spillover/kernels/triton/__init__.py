@@ -1,5 +1,5 @@
-"""The same operations on a CUDA device, one a file, in Triton. Imported only where there is such a device.
+"""Triton implementations of the kernels for CUDA devices, one operation per file. Imported only on a CUDA machine.
 
-A row's sums have one order that depends on the row alone, never on the rows beside it: attention splits a sequence by
-its own length, norms reduce one row a program, and draws add integers.
+The order in which a row is summed depends on that row alone, never on the other rows of the batch: attention splits a
+sequence by that sequence's length, norms reduce one row per program, and sampling adds integers.
 """

@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Return silu(gate) * up [T, I] of x [T, 2I], the gate in the first half."""
+    """Return silu(gate) * up [T, I] for x [T, 2I], the gate in the first half."""
     x = x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)

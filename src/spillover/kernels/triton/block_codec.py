@@ -1,6 +1,6 @@
-"""Whole blocks to codes and back on the device, in the layout of `kernels.kv_quant`: one pass over the bytes.
+"""Quantisation of whole KV blocks on the device and back, in the layout of `kernels.kv_quant`: one pass over the bytes.
 
-A program is one head of one layer of one block, keys or values.
+A program processes one head of one layer of one block, keys or values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCALE_BYTES = 4
 
 
 def encode_blocks(pool: Tensor, blocks: Tensor, block_size: int, kv_dtype: str) -> Tensor:
-    """Encode pool [num_blocks, layers, 2, Hk, bs * D], blocks [n] int64 -> [n, layers, 2, Hk, bs * (D + 4)] uint8."""
+    """Encode `blocks` [n] int64 of pool [blocks, layers, 2, Hk, bs * D] -> [n, layers, 2, Hk, bs * (D + 4)] uint8."""
     _, layers, _, heads, size = pool.shape
     codes = torch.empty(len(blocks), layers, 2, heads, size + block_size * SCALE_BYTES, dtype=torch.uint8,
                         device=pool.device)
@@ -28,7 +28,7 @@ def encode_blocks(pool: Tensor, blocks: Tensor, block_size: int, kv_dtype: str) 
 
 
 def decode_blocks(codes: Tensor, pool: Tensor, blocks: Tensor, block_size: int, kv_dtype: str) -> None:
-    """Decode to these blocks of the pool."""
+    """Decode codes, as `encode_blocks` returns them, into `blocks` [n] of the pool."""
     _run(_decode, codes, pool, blocks, block_size, kv_dtype)
 
 
@@ -80,7 +80,7 @@ def _decode(
 
 @triton.jit
 def _head(KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return this program's head among those of a block, and where its codes begin."""
+    """Return the index of this program's head within a block, and the offset of its codes."""
     layer, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     inside = (layer * 2 + (0 if KEYS else 1)) * HEADS + head
     start = (tl.program_id(0).to(tl.int64) * (tl.num_programs(1) * 2) + inside) * (BLOCK * (DIM + 4))
@@ -89,7 +89,7 @@ def _head(KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _places(KEYS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """Return where the codes of a head lie, keys [DIM, BLOCK] and values [BLOCK, DIM], and which there are."""
+    """Return the offsets of a head's codes, keys [DIM, BLOCK] and values [BLOCK, DIM], and a mask of the valid ones."""
     d, t = tl.arange(0, PADDED), tl.arange(0, TOKENS)
     if KEYS:
         places, there = d[:, None] * BLOCK + t[None, :], (d < DIM)[:, None] & (t < BLOCK)[None, :]
@@ -101,7 +101,7 @@ def _places(KEYS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: 
 @triton.jit
 def _pool_places(pool, places, KEYS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
                  TOKENS: tl.constexpr):
-    """Return where they lie in the pool, whose keys may lie by token."""
+    """Return the offsets of the same numbers in the pool, whose keys may be stored token by token."""
     if KEYS and keys_by_token(pool):
         places = tl.arange(0, PADDED)[:, None] + tl.arange(0, TOKENS)[None, :] * DIM
     return places

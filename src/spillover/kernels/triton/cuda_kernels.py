@@ -1,4 +1,4 @@
-"""A decoder layer on a CUDA device, as few kernels as there can be."""
+"""A decoder layer on a CUDA device, in as few kernels as possible."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class CudaKernels:
         q = qkv[:, : shape.num_heads]
         if batch.cold is None:
             out = attention(q, kv_layer, batch, shape.scale, window, sinks)
-        else:  # segment by segment, as the prefix passes through its stage
+        else:  # the offloaded prefix passes through its stage segment by segment
             out = cold_attention_reference(q, kv_layer, batch, batch.cold, layer, shape.scale, sinks)
         return linear(out.view(rows, -1), w["o"], w.get("o_bias"))
 
     def _store(self, qkv: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> None:
-        """Turn the queries of qkv [T, heads, head_dim] in place, and store its keys and values."""
+        """Rotate the queries of qkv [T, heads, head_dim] in place, and store its keys and values."""
         work, shape = batch.work, self.shape
         norm_rope_store(qkv, w.get("q_norm"), w.get("k_norm"), shape.eps, self.cos, self.sin, batch.positions,
                         batch.rows, None if work is None else work.slots, batch.block_table, kv_layer,

@@ -1,4 +1,4 @@
-"""The end of a pass that drafts a token of every request: its tokens are kept, and its rows moved on by one."""
+"""The end of a pass that drafts one token per request: stores the tokens and advances each row by one position."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _FIELDS = tl.constexpr(ordered_splits.FIELDS)
 
 def end_pass(ids: Tensor, drafted: Tensor, done: Tensor, counts: Tensor, positions: Tensor, slots: Tensor,
              padding: int, items: Tensor, num_items: Tensor, window: bool) -> None:
-    """Store the tokens ids [B] in the row done [1] of drafted [passes, most], and let positions, slots [B] and the
-    items of attention [I, FIELDS] be those of the next pass.
+    """Store the tokens `ids` [B] in row `done` [1] of `drafted` [passes, most], and update `positions` [B], `slots` [B]
+    and the attention items [I, FIELDS] for the next pass.
 
-    A row that has had its `counts` [B] of passes has no room for another key: it goes on in the slot of padding, and
-    what comes of it is never read.
+    A row that has completed its `counts` [B] passes has no space for another key: it continues in the padding slot, and
+    its later results are never read.
     """
     _end_pass[(1,)](ids, drafted, done, counts, positions, slots, items, num_items, ids.shape[0], drafted.stride(0),
                     padding, WINDOW=window, SIZE=_SIZE, num_warps=4)
@@ -45,7 +45,7 @@ def _end_pass(ids_ptr, drafted_ptr, done_ptr, counts_ptr, positions_ptr, slots_p
         going = real & (tl.load(counts_ptr + row, mask=real, other=0) > done + 1)
         end = tl.load(item + 3, mask=going, other=0)
         length = tl.load(item + 9, mask=going, other=0)
-        tl.store(item + 3, end + 1, mask=going & (end == length))  # the last piece, or all of them
+        tl.store(item + 3, end + 1, mask=going & (end == length))  # the last piece, or the only one
         tl.store(item + 9, length + 1, mask=going)
         if WINDOW:
             tl.store(item + 4, tl.load(item + 4, mask=going, other=0) + 1, mask=going)

@@ -1,7 +1,7 @@
-"""One token a row out of its logits: the largest, or a random one by its probability. Reads the logits twice.
+"""Sampling of one token per row: the one with the largest logit, or a random one by its probability, in two reads.
 
-Probabilities are added as integers, as in the engine's sampler, so a row's token depends on its own logits, temperature
-and random number alone, however the work is split.
+Probabilities are added as integers, as in the engine's sampler, so a row's token depends only on that row's logits,
+temperature and random number, however the work is split.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from spillover.kernels.triton.launch import early
 
 CHUNK = 4096
-_WEIGHT_SCALE = tl.constexpr(1099511627776.0)  # 2**40, of the likeliest token
+_WEIGHT_SCALE = tl.constexpr(1099511627776.0)  # 2**40: the weight of the likeliest token
 
 
 def draw(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor, host: Tensor | None = None,
          turn: Tensor | None = None) -> None:
-    """Sample from logits [R, V], temperature [R] float32 (0: the first largest), uniform [R] float64 -> out [R].
+    """Sample from logits [R, V], temperature [R] float32 (0: the first maximum), uniform [R] float64 -> out [R].
 
-    `host` [N, R or more], in pinned memory: its row `turn` [1] int32 is given the tokens too.
+    `host` [N, R or more], in pinned memory: the tokens are also written to its row `turn` [1] int32.
     """
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
@@ -58,7 +58,7 @@ def _peaks(logits_ptr, peaks_ptr, places_ptr, stride, vocab, CHUNK: tl.constexpr
 
 @triton.jit
 def _weights(logits_ptr, highest, temperature, row, chunk, stride, vocab, CHUNK: tl.constexpr):
-    """Return a chunk's probabilities up to a factor, as whole numbers."""
+    """Return a chunk's probabilities up to a common factor, as integers."""
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     return token_weights(logits, highest, temperature)
@@ -100,10 +100,10 @@ def _pick(logits_ptr, peaks_ptr, places_ptr, temperature_ptr, uniform_ptr, sums_
         sums = tl.load(sums_ptr + row * chunks + index, mask=index < chunks, other=0)
         cumulative = tl.cumsum(sums, 0)
         total = tl.sum(sums, 0)
-        # The product may round up to the total.
+        # The minimum is needed because the product may round up to the total.
         target = tl.minimum((tl.load(uniform_ptr + row) * total.to(tl.float64)).to(tl.int64), total - 1)
         chunk = tl.sum((cumulative <= target).to(tl.int32), 0)
-        chunk = tl.minimum(chunk, chunks - 1)  # only logits that are not numbers get past the last
+        chunk = tl.minimum(chunk, chunks - 1)  # only NaN logits give a chunk past the last
         before = tl.sum(tl.where(index < chunk, sums, 0), 0)
         weights = _weights(logits_ptr, highest, temperature, row, chunk, stride, vocab, CHUNK)
         within = before + tl.cumsum(weights, 0)

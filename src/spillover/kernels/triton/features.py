@@ -1,4 +1,4 @@
-"""Rows of a step beside what each follows, as kernels.features: one program a row."""
+"""The operations of kernels.features on a CUDA device, one program per row: the rows that precede those of a step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _rows_before(x_ptr, kept_ptr, rows_ptr, positions_ptr, query_start_ptr, slot
     inside = column < WIDTH
     request = tl.load(rows_ptr + row)
     if tl.load(query_start_ptr + request) == row:
-        # Of -1 the remainder would be -1.
+        # Adding per_slot first keeps the remainder non-negative at position 0.
         place = tl.load(slots_ptr + request).to(tl.int64) * per_slot
         place += (tl.load(positions_ptr + row) + per_slot - 1) % per_slot
         known = inside & (tl.load(follows_ptr + request) != 0)

@@ -1,4 +1,4 @@
-"""Products of a weight with a single row: the weight is read once, as fast as memory gives it."""
+"""Products of a weight with a single row: the weight is read once, at the bandwidth of the memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.triton.launch import early
 
-CHANNELS = {4: 7, 8: 4}  # output channels a program: programs of that kind that share a multiprocessor
-STEP = 1024  # of the inner dimension
+CHANNELS = {4: 7, 8: 4}  # by output channels per program: number of such programs that share a multiprocessor
+STEP = 1024  # columns of the inner dimension per iteration
 WARPS = 4
 
 
 def gemv(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply x [1, K], w [N, K], bias [N] -> [1, N]. Sums in float32, in one fixed order."""
+    """Multiply x [1, K] by w [N, K], with bias [N] -> [1, N]. Sums in float32, in one fixed order."""
     return _run(x, w, bias, w.shape[0], gated=False)
 
 
 def gemv_silu(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply x [1, K], w [2I, K], the gate's rows first -> silu(gate) * up [1, I]."""
+    """Multiply x [1, K] by w [2I, K], the gate's rows first -> silu(gate) * up [1, I]."""
     return _run(x, w, bias, w.shape[0] // 2, gated=True)
 
 
@@ -49,7 +49,7 @@ def _channels(channels: int, device: torch.device) -> int:
         rounds = channels / each / (processors * CHANNELS[each])
         return 1.0 if rounds <= 1 else rounds / math.ceil(rounds)
 
-    return max(CHANNELS, key=filled)  # of equals the first
+    return max(CHANNELS, key=filled)  # the first of equal ones
 
 
 @triton.jit
@@ -59,16 +59,16 @@ def _gemv(x_ptr, w_ptr, bias_ptr, out_ptr, channels, inner, w_stride, CHANNELS: 
     real = n < channels
     k = tl.arange(0, STEP)
     row = w_ptr + tl.where(real, n, 0).to(tl.int64)[:, None] * w_stride + k[None, :]
-    other = row + channels.to(tl.int64) * w_stride  # of the second half
+    other = row + channels.to(tl.int64) * w_stride  # rows of the second half (up)
     if EARLY:
         gdc_launch_dependents()
-    # The first weights are on their way while the kernel that makes x still runs.
+    # The first weights are loaded while the kernel that computes x still runs.
     w = _part(row, 0, k, inner, EVEN)
     if GATED:
         u = _part(other, 0, k, inner, EVEN)
     if EARLY:
         gdc_wait()
-    # One sum as wide as the tile, so that threads need not talk to each other in the loop.
+    # The accumulator is as wide as the tile, so that threads need not communicate within the loop.
     x = _part(x_ptr + k[None, :], 0, k, inner, EVEN).to(tl.float32)
     total = w.to(tl.float32) * x
     if GATED:

@@ -1,7 +1,7 @@
-"""Whole blocks to four bits and back on the device, in the layout of `kernels.kv_int4`: one pass over the bytes.
+"""Quantisation of whole KV blocks to int4 on the device and back, in the layout of `kernels.kv_int4`: one pass.
 
-A program is one head of one layer of one block, keys or values. Tiles are [tokens, dimensions], both padded to powers
-of two; padding is zeros, which the rotation leaves alone.
+A program processes one head of one layer of one block, keys or values. Tiles are [tokens, dimensions], both padded to
+powers of two; the padding is zeros, which the rotation does not change.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from spillover.kernels.triton.launch import AS_WRITTEN
 
 
 def encode_blocks(pool: Tensor, blocks: Tensor, block_size: int, pool_dtype: str = "auto") -> Tensor:
-    """Encode pool [num_blocks, layers, 2, Hk, size], blocks [n] int64 -> [n, layers, 2, Hk, bs * (D / 2 + 2)] uint8;
-    `pool_dtype`: "fp8" or "int8" where the pool is of codes."""
+    """Encode `blocks` [n] int64 of pool [num_blocks, layers, 2, Hk, size] -> [n, layers, 2, Hk, bs * (D / 2 + 2)]
+    uint8; `pool_dtype`: "fp8" or "int8" where the pool holds codes."""
     _, layers, _, heads, _ = pool.shape
     dim = _head_dim(pool, block_size, pool_dtype)
     codes = torch.empty(len(blocks), layers, 2, heads, block_size * (dim // 2 + SCALE_BYTES), dtype=torch.uint8,
@@ -31,12 +31,12 @@ def encode_blocks(pool: Tensor, blocks: Tensor, block_size: int, pool_dtype: str
 
 
 def decode_blocks(codes: Tensor, pool: Tensor, blocks: Tensor, block_size: int, pool_dtype: str = "auto") -> None:
-    """Decode to these blocks of the pool."""
+    """Decode codes, as `encode_blocks` returns them, into `blocks` [n] of the pool."""
     _run(_decode, codes, pool, blocks, block_size, pool_dtype)
 
 
 def _head_dim(pool: Tensor, block_size: int, pool_dtype: str) -> int:
-    return pool.shape[-1] // block_size - (0 if pool_dtype == "auto" else 4)  # less a float32 scale
+    return pool.shape[-1] // block_size - (0 if pool_dtype == "auto" else 4)  # codes: without the float32 scale
 
 
 def _run(kernel: Any, codes: Tensor, pool: Tensor, blocks: Tensor, block_size: int, pool_dtype: str) -> None:
@@ -49,7 +49,7 @@ def _run(kernel: Any, codes: Tensor, pool: Tensor, blocks: Tensor, block_size: i
                 pool, scales, blocks, codes, codes.view(torch.int16), pool.stride(0), KEYS=keys, HEADS=heads, DIM=dim,
                 PADDED=triton.next_power_of_2(dim), STAGES=chunk_of(dim).bit_length() - 1,
                 BLOCK=block_size, TOKENS=triton.next_power_of_2(block_size), SIZE=size, CODES=CODES[pool_dtype],
-                **AS_WRITTEN,  # a code of eight bits times its scale is rounded before it is added
+                **AS_WRITTEN,  # an eight-bit code times its scale is rounded before it is added
             )
 
 
@@ -71,7 +71,7 @@ def _encode(
         x = decode(x, tl.float32, CODES) * scale[:, None]
     x = _rotate(x, PADDED, STAGES, TOKENS)
     top = tl.max(tl.abs(x), 1)
-    # To bfloat16, ties to even: its bits are the upper half of a float's.
+    # The step is rounded to bfloat16, ties to even, whose bits are the upper half of a float32.
     bits = tl.div_rn(top, tl.full(top.shape, 7.5, tl.float32)).to(tl.int32, bitcast=True)
     half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     step = (tl.zeros_like(x).to(tl.int32, bitcast=True) + (half << 16)[:, None]).to(tl.float32, bitcast=True)
@@ -97,12 +97,12 @@ def _decode(
     half = tl.load(steps + (start + BLOCK * (DIM // 2)) // 2 + t, mask=t < BLOCK, other=0)
     step = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     x = tl.reshape(tl.join(both & 15, both >> 4), (TOKENS, PADDED)).to(tl.float32) - 7.5
-    # DIM is whole chunks: what the padding decodes to stays in the padding.
+    # DIM is a multiple of the chunk, so the decoded padding stays within the padding.
     x = _rotate(x * step[:, None], PADDED, STAGES, TOKENS) * (1.0 / (1 << STAGES))
     places, there = _places(pool, KEYS, DIM, PADDED, BLOCK, TOKENS)
     target = tl.load(blocks + tl.program_id(0)) * block_stride + inside * SIZE
     if CODES == 0:
-        if pool.dtype.element_ty == tl.float16:  # an error near its largest value must not become infinity
+        if pool.dtype.element_ty == tl.float16:  # rounding errors near the maximum must not become infinity
             x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
         tl.store(pool + target + places, x.to(pool.dtype.element_ty), mask=there)
     else:
@@ -115,7 +115,7 @@ def _decode(
 
 @triton.jit
 def _rotate(x, PADDED: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr):
-    """Rotate [TOKENS, PADDED] along chunks of 2**STAGES dimensions, not normalised; neighbours are added first."""
+    """Rotate x [TOKENS, PADDED] within chunks of 2**STAGES dimensions, not normalised; neighbours are added first."""
     for stage in tl.static_range(STAGES):
         pairs = tl.reshape(x, (TOKENS, PADDED >> (stage + 1), 2, 1 << stage))
         low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
@@ -126,7 +126,7 @@ def _rotate(x, PADDED: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr)
 
 @triton.jit
 def _head(KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return this program's head among those of a block, and where its codes begin."""
+    """Return the index of this program's head within a block, and the offset of its codes."""
     layer, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     inside = (layer * 2 + (0 if KEYS else 1)) * HEADS + head
     start = (tl.program_id(0).to(tl.int64) * (tl.num_programs(1) * 2) + inside) * (BLOCK * (DIM // 2 + 2))
@@ -136,7 +136,7 @@ def _head(KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.
 @triton.jit
 def _places(pool, KEYS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
             TOKENS: tl.constexpr):
-    """Return where a head's numbers [TOKENS, PADDED] lie in the pool, and which there are."""
+    """Return the offsets of a head's numbers [TOKENS, PADDED] in the pool, and a mask of the valid ones."""
     t, d = tl.arange(0, TOKENS), tl.arange(0, PADDED)
     there = (t < BLOCK)[:, None] & (d < DIM)[None, :]
     if KEYS and not keys_by_token(pool):

@@ -1,9 +1,9 @@
-"""Launches that begin before the kernel ahead of them has ended, where the device can (compute capability 9 and on).
+"""Programmatic dependent launch: a kernel starts before the previous one has completed (compute capability 9 and up).
 
-A kernel launched so waits inside before it touches what other kernels wrote, and lets the next one begin at once. What
-is read before the wait can only be what no kernel of the step writes: weights. A kernel between two of cuBLAS, which
-does not launch its own so, is better launched as usual: on an H200 in a graph it begins 0.46 us after the first of
-them, and 0.97 us otherwise.
+A kernel launched this way waits, inside, before it accesses what other kernels wrote, and lets the next one start at
+once. Before the wait it may read only what no kernel of the step writes: weights. A kernel between two kernels of
+cuBLAS, which does not launch its own this way, is better launched as usual: on an H200 in a graph it then starts
+0.46 us after the first of them, against 0.97 us.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from triton import knobs
 from spillover.kernels.cuda.driver.compiled import prefer_shared_memory
 
 ALLOWED = True
-# Arguments for the launch of kernels that must agree to the bit with others: no product and sum become one instruction
-# unless `tl.fma` says so, as the compiler chooses otherwise from kernel to kernel.
+# Launch arguments of kernels whose results must equal those of other kernels bit for bit: a product and a sum are fused
+# into one instruction only where the code calls `tl.fma`. The compiler's own choice would differ from kernel to kernel.
 AS_WRITTEN: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 def early(device: torch.device, wanted: bool = True) -> dict[str, Any]:
-    """Return the arguments for a launch on this device: a kernel's EARLY, and the launcher's own."""
+    """Return the arguments for a launch on this device: the kernel's EARLY, and the launcher's `launch_pdl`."""
     if wanted and ALLOWED and device.type == "cuda" and _capable(device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 
 
 def _loaded(module: Any, function: int, *_: Any) -> None:
-    """Have a kernel run beside larger ones. A multiprocessor divides its memory between shared memory and the first
-    cache, and changes that only when nothing runs on it: behind a kernel that was given little shared memory, as Triton
-    leaves those of up to 48 KiB, the blocks of the next one, which need more, find no room until it has ended."""
+    """Let a kernel run concurrently with larger ones. A multiprocessor divides its memory between shared memory and L1
+    cache, and changes the split only when it is idle: after a kernel configured with little shared memory, as Triton
+    does for those of up to 48 KiB, blocks of the next kernel that need more cannot start until it has completed."""
     if not torch.version.hip:
         prefer_shared_memory(function)
 

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of rows after the residual sum: one program a row."""
+"""Root-mean-square normalisation of rows after the residual sum: one program per row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spillover.kernels.triton.launch import AS_WRITTEN, early
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
                  begin_early: bool = True) -> tuple[Tensor, Tensor]:
-    """Add and norm, x and residual [T, D] -> (rms_norm(x + residual), x + residual)."""
+    """Add and normalise x and residual [T, D] -> (rms_norm(x + residual), x + residual)."""
     rows, width = x.shape
     normed, total = torch.empty_like(x), torch.empty_like(residual)
     if rows:
@@ -26,7 +26,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm, x [T, D] -> [T, D], whatever lies between its rows."""
+    """Normalise x [T, D] -> [T, D]; its rows may have any stride."""
     rows, width = x.shape
     nothing = torch.zeros(1, width, dtype=x.dtype, device=x.device).expand(rows, width)
     return add_rms_norm(x, nothing, weight, eps)[0]
@@ -50,7 +50,7 @@ def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, eps, x
     dtype = normed_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-    x = x.to(dtype).to(tl.float32)  # the sum as it is kept
+    x = x.to(dtype).to(tl.float32)  # the sum, rounded as it is stored
     tl.store(total_ptr + row * WIDTH + column, x.to(dtype), mask=inside)
     factor = tl.rsqrt(pairwise_sum((x * x).reshape(1, PADDED), 1, PADDED) / WIDTH + eps)
     tl.store(normed_ptr + row * WIDTH + column, scaled(x, factor, weight, dtype), mask=inside)
@@ -58,14 +58,14 @@ def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, eps, x
 
 @triton.jit
 def scaled(x, factor, weight, dtype: tl.constexpr):
-    """Return x times the factor of its row, rounded, times a norm's weight, rounded."""
+    """Return x times the factor of its row, rounded, times the norm's weight, rounded."""
     return ((x * factor).to(dtype).to(tl.float32) * weight).to(dtype)
 
 
 @triton.jit
 def pairwise_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Add up the rows of x [ROWS, WIDTH], neighbours first -> [ROWS]: an order of sums that does not depend on how a
-    kernel lays x out in registers."""
+    """Sum each row of x [ROWS, WIDTH], neighbours first -> [ROWS]: an order that does not depend on how a kernel lays x
+    out in registers."""
     for level in tl.static_range(20):
         if WIDTH >> level > 1:
             x = tl.sum(x.reshape(ROWS, WIDTH >> level >> 1, 2), 2)

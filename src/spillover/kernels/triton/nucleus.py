@@ -1,7 +1,7 @@
-"""Which tokens min_p, top_k and top_p leave to choose from, without sorting: the last one kept is found by halving.
+"""Filtering of logits by min_p, top_k and top_p without sorting: the last token kept is found by bisection.
 
-Logits are compared as whole numbers in the same order, and weights are added as whole numbers, so what is found is
-exact: the head of a row's tokens in falling order, equal ones by rising id.
+Logits are compared as integers in the same order, and weights are added as integers, so the result is exact: the first
+tokens of a row in descending order of logits, equal ones in ascending order of ids.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ CHUNK = 4096
 
 
 def keep_likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Filter logits [R, V] -> the same with the others at minus infinity.
+    """Return logits [R, V] with the tokens that are filtered out at minus infinity.
 
-    temperature [R] float32 (0: the row is left as it is), top_k [R] int64 (0: off), top_p [R] float64, min_p [R]
+    temperature [R] float32 (0: the row is returned unchanged), top_k [R] int64 (0: off), top_p [R] float64, min_p [R]
     float32.
     """
     rows, vocab = logits.shape
@@ -48,11 +48,11 @@ def _keep_likely(logits_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min
     min_p = tl.load(min_p_ptr + row)
     greedy = temperature <= 0
     divisor = tl.where(greedy, 1.0, temperature)
-    least = tl.where(greedy | (min_p <= 0), -1.0, min_p)  # of exp(logit - largest)
+    least = tl.where(greedy | (min_p <= 0), -1.0, min_p)  # lower bound of exp((logit - largest) / temperature)
     top_k = tl.where(greedy | (top_k == 0), vocab, top_k)
     top_p = tl.where(greedy, 1.0, top_p)
 
-    # The key of the k-th largest: the largest that still has k at or above it.
+    # The key of the k-th largest logit: the largest key with at least k tokens at or above it.
     kth = tl.zeros((), tl.int64)
     if top_k < vocab:
         for bit in range(BITS):
@@ -60,7 +60,7 @@ def _keep_likely(logits_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min
             count = _measure(logits_ptr, vocab, peak, divisor, least, tried - 1, False, BITS, CHUNK)
             kth = tl.where(count >= top_k, tried, kth)
     above = _measure(logits_ptr, vocab, peak, divisor, least, kth, False, BITS, CHUNK)
-    equals = top_k - above  # tokens equal to the k-th that are kept, the first of them
+    equals = top_k - above  # number of tokens equal to the k-th that are kept, those with the lowest ids
     last, kept = kth, equals
     if top_p < 1:
         weight_above = _measure(logits_ptr, vocab, peak, divisor, least, kth, True, BITS, CHUNK)
@@ -68,7 +68,7 @@ def _keep_likely(logits_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min
         there = _measure(logits_ptr, vocab, peak, divisor, least, kth - 1, False, BITS, CHUNK) - above
         whole = weight_above + one * tl.minimum(equals, there)
         limit = top_p * whole.to(tl.float64)
-        # The smallest key with less than the limit above it.
+        # Find the smallest key with less weight than the limit above it.
         low = tl.zeros((), tl.int64)
         high = (tl.full((), 1, tl.int64) << BITS) - 1
         for _ in range(BITS):
@@ -79,7 +79,7 @@ def _keep_likely(logits_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min
         if low >= kth:
             before = _measure(logits_ptr, vocab, peak, divisor, least, low, True, BITS, CHUNK)
             each = tl.maximum(_key_weight(low, peak, divisor, BITS), 1)
-            # The n-th of them is kept while n of them and all above weigh less than the limit.
+            # One more token with this key is kept while those before it and all above weigh less than the limit.
             room = tl.ceil((limit - before.to(tl.float64)) / each.to(tl.float64)).to(tl.int64)
             kept = tl.where(low == kth, tl.minimum(room, equals), room)
             last = low
@@ -100,7 +100,7 @@ def _keep_likely(logits_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min
 @triton.jit
 def _measure(logits_ptr, vocab, peak, divisor, least, key, WEIGH: tl.constexpr, BITS: tl.constexpr,
              CHUNK: tl.constexpr):
-    """Return how many tokens are above a key, or how much they weigh."""
+    """Return the number of tokens above a key, or with WEIGH the sum of their weights."""
     index = tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK], tl.int64)
     for start in range(0, vocab, CHUNK):
@@ -120,8 +120,8 @@ def _load(logits_ptr, token, vocab):
 
 @triton.jit
 def _key(logits, BITS: tl.constexpr):
-    """Return a number in the logits' order, of as many bits as they are stored in (the upper ones of a float32)."""
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # one zero, not two
+    """Return an integer ordered as the logits are, of as many bits as they are stored in (the upper of a float32)."""
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # turns minus zero into zero
     key = tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True).to(tl.int64)
     return key >> (32 - BITS)
 
@@ -129,7 +129,7 @@ def _key(logits, BITS: tl.constexpr):
 @triton.jit
 def _key_weight(key, peak, divisor, BITS: tl.constexpr):
     """Return the weight of tokens with this key."""
-    FILLED: tl.constexpr = (1 << (32 - BITS)) - 1  # what was cut off: ones, since negative numbers are kept inverted
+    FILLED: tl.constexpr = (1 << (32 - BITS)) - 1  # the bits cut off: ones, since negative numbers are inverted
     bits = ((key << (32 - BITS)) | FILLED).to(tl.uint32).to(tl.int32, bitcast=True)
     logit = tl.where(bits < 0, bits & (2147483647 - FILLED), ~bits).to(tl.float32, bitcast=True)
     return token_weights(logit, peak, divisor)

@@ -1,10 +1,10 @@
-"""Matrix products whose sums have one order, so that a row has the same bits whatever the rows beside it.
+"""Matrix products whose sums have one order, so that a row has the same bits whatever the other rows of the batch.
 
 The inner dimension is summed in ascending order, in chunks that are a constant of the matrix: each chunk is summed from
-nothing, and chunks are added in their order. What tensor cores make of an element depends on that order alone, so tiles
-follow the number of rows freely. A few rows have all chunks of a tile side by side, in warps of their own, and where a
-program's weights fit into shared memory they are there before the kernel ahead has ended. Of more rows
-each chunk of a narrow matrix has programs of its own, which keeps the device busy; else a program takes all chunks.
+zero, and chunks are added in order. The result of the tensor cores for an element depends on that order alone, so tiles
+may depend on the number of rows. For a few rows all chunks of a tile are computed concurrently, each in separate warps,
+and a program's weights that fit into shared memory are loaded before the previous kernel has completed. For more rows
+each chunk of a narrow matrix has separate programs, to keep the device busy; otherwise a program computes all chunks.
 Many rows are multiplied in CUDA C++ where that is possible (cuda/ordered_gemm.py), in the same order.
 """
 
@@ -27,21 +27,21 @@ from spillover.kernels.triton.activation import silu_and_mul
 from spillover.kernels.triton.launch import AS_WRITTEN, early
 from spillover.kernels.triton.norm import add_rms_norm, pairwise_sum, scaled
 
-FEW = 16  # rows
-AHEAD_ROWS = 8  # most rows of a product whose programs load all of their weights ahead
-AHEAD_BYTES = 64 << 10  # most of a program's weights that are
+FEW = 16  # maximum number of rows for `_few_rows`
+AHEAD_ROWS = 8  # maximum number of rows of a product whose programs prefetch all of their weights
+AHEAD_BYTES = 64 << 10  # maximum bytes of prefetched weights per program
 AHEAD_WARPS = 4
-AHEAD_PROGRAMS = 400  # most of a launch, if that allows a program fewer channels
-ARRIVALS = 1 << 16  # tiles of a launch whose chunks have programs of their own, at most
-BAND = 8  # tiles of rows that run side by side on the same channels, for the cache
+AHEAD_PROGRAMS = 400  # maximum number of programs per launch where up to 32 channels per program allow that
+ARRIVALS = 1 << 16  # maximum number of tiles of a launch in which each chunk has a separate program
+BAND = 8  # row tiles computed concurrently on the same channels, which then stay in the cache
 
 
 class Tile(NamedTuple):
-    """How a product is cut. FLIP and SPREAD: see `_described`."""
+    """How a product is divided. For `flip` and `spread` see FLIP and SPREAD of `_described`."""
 
     rows: int
     channels: int
-    step: int  # of the inner dimension
+    step: int  # columns of the inner dimension per iteration
     warps: int
     stages: int
     flip: bool = False
@@ -49,13 +49,13 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles for one number of rows, by a matrix's channels: up to NARROW, up to MIDDLE, more, and without chunks."""
+    """Tiles for one number of rows, by a matrix's channels: up to NARROW, up to MIDDLE, more, too many for chunks."""
 
     narrow: Tile
     middle: Tile
     broad: Tile
     wide: Tile
-    long: Tile  # for a matrix with chunks whose inner dimension is LONG, unless it is narrow
+    long: Tile  # for a matrix with chunks whose inner dimension exceeds LONG, unless it is narrow
 
 
 NARROW, MIDDLE, LONG = 2048, 4096, 8192
@@ -63,7 +63,7 @@ SMALL, SMALL_SPREAD = Tile(32, 64, 128, 4, 4, flip=True), Tile(32, 64, 128, 4, 4
 DEEP, DEEP_SPREAD = Tile(64, 64, 64, 4, 6, flip=True), Tile(64, 64, 64, 4, 6, flip=True, spread=True)
 SQUARE, SQUARE_SPREAD = Tile(128, 128, 64, 8, 6), Tile(128, 128, 64, 8, 6, spread=True)
 LARGE = Tile(128, 256, 64, 8, 3)
-# By the rows that they are for, the fastest of those tried on an H200 with the shapes of Qwen3-0.6B, Qwen3-14B and
+# By maximum number of rows: the fastest tiles of those measured on an H200 with the shapes of Qwen3-0.6B, Qwen3-14B and
 # Llama-3.1-8B. All give the same bits.
 TILES = {
     32: Tiles(SMALL_SPREAD, SMALL_SPREAD, SMALL, SMALL, SMALL_SPREAD),
@@ -78,7 +78,7 @@ ROWS = sorted(TILES)
 
 
 def ordered_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-    """Multiply x [T, K], w [N, K], bias [N] -> [T, N]. `tile`: of Triton's kernel, instead of what would be chosen."""
+    """Multiply x [T, K] by w [N, K], with bias [N] -> [T, N]. `tile` forces the Triton kernel with this tile."""
     rows, channels = x.shape[0], w.shape[0]
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     if rows and (tile is not None or rows > FEW) and x.element_size() == 2 and _describable(x, w):
@@ -90,7 +90,7 @@ def ordered_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: Tile 
 
 
 def ordered_linear_silu(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply x [T, K], w [2I, K], the gate's rows first -> silu(gate) * up [T, I]."""
+    """Multiply x [T, K] by w [2I, K], the gate's rows first -> silu(gate) * up [T, I]."""
     out = torch.empty(x.shape[0], w.shape[0] // 2, dtype=x.dtype, device=x.device)
     if len(out) > FEW:
         fused = x.element_size() == 2 and _describable(x, w)
@@ -103,8 +103,8 @@ def ordered_linear_silu(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Ten
 
 def add_norm_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, w: Tensor, bias: Tensor | None = None,
                     gated: bool = False) -> tuple[Tensor, Tensor]:
-    """Add, norm and multiply, x and residual [T, K], norm [K], w [N, K] -> (rms_norm(x + residual) times w, x +
-    residual); `gated`: as `ordered_linear_silu`."""
+    """Add, normalise and multiply x and residual [T, K], norm [K], w [N, K] -> (rms_norm(x + residual) times w, x +
+    residual); with `gated` the product is that of `ordered_linear_silu`."""
     rows, inner = x.shape
     channels = w.shape[0] // 2 if gated else w.shape[0]
     width = _ahead_width(x, w, gated)
@@ -119,7 +119,7 @@ def add_norm_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, w: Te
 
 
 def _ahead_width(x: Tensor, w: Tensor, gated: bool) -> int:
-    """Return how many channels a program has whose weights are all loaded ahead; 0: they are too many."""
+    """Return the channels of a program that prefetches all of its weights; 0 if they would be too many bytes."""
     rows, inner = x.shape
     chunks, chunk = product_chunks(w.shape[0], inner)
     if rows > AHEAD_ROWS or chunks == 1 or inner != chunks * chunk or x.element_size() != 2:
@@ -146,7 +146,7 @@ def _launch_ahead(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated:
 
 
 def _launch_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: bool) -> None:
-    """Launch `_few_rows`: of up to FEW rows, and of any number that the tensor memory accelerator cannot read."""
+    """Launch `_few_rows`: for up to FEW rows, or any number if the tensor memory accelerator cannot read x or w."""
     width = _ahead_width(x, w, gated)
     if width:
         _launch_ahead(x, w, bias, out, gated, width)
@@ -158,7 +158,7 @@ def _launch_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: b
         height = 8 if rows <= 8 else 16
         width = 16 if gated or not _balanced(channels, 32, _processors(x.device)) else 32
         stages = 4 if width == 16 and height == 8 and not gated else 3
-    if x.element_size() == 4:  # twice the bytes
+    if x.element_size() == 4:  # float32 needs twice the bytes
         step, stages = 64, 2
     _few_rows[(triton.cdiv(rows, height) * triton.cdiv(channels, width),)](
         x, w, w if bias is None else bias, out, rows, channels, inner, chunk, x.stride(0), w.stride(0), CHUNKS=chunks,
@@ -169,7 +169,7 @@ def _launch_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: b
 
 @cache
 def _balanced(channels: int, width: int, processors: int) -> bool:
-    """Return whether programs of `width` channels keep multiprocessors no less busy than ones of half as many do."""
+    """Return whether programs of `width` channels keep multiprocessors at least as busy as programs of half as many."""
     wide, narrow = -(-channels // width), -(-2 * channels // width)
     return wide / -(-wide // processors) >= narrow / -(-narrow // processors)
 
@@ -209,14 +209,14 @@ def _tile(rows: int, channels: int, inner: int) -> Tile:
 
 
 def _describable(x: Tensor, w: Tensor) -> bool:
-    """Return whether the tensor memory accelerator can read both: rows begin at multiples of 16 bytes."""
+    """Return whether the tensor memory accelerator can read both: rows must begin at multiples of 16 bytes."""
     return all(each.data_ptr() % 16 == 0 and each.stride(0) * each.element_size() % 16 == 0 and each.stride(1) == 1
                for each in (x, w))
 
 
 @cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Return the counters of chunks done: every launch leaves them zero. Launches must not run side by side."""
+    """Return the counters of completed chunks: every launch leaves them at zero. Launches must not run concurrently."""
     return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
 
 
@@ -231,7 +231,7 @@ def _few_rows(
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Multiply a tile, all chunks side by side: each has warps of its own."""
+    """Multiply a tile, all chunks concurrently: each has separate warps."""
     row_tiles = tl.cdiv(rows, ROWS)
     m = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) // row_tiles * CHANNELS + tl.arange(0, CHANNELS)
@@ -242,7 +242,7 @@ def _few_rows(
         w_k, x_k, real_row = k[None, :], k[:, None], (m < rows)[None, :]
         w_at, x_at = w_row[:, None] + w_k, x_row[None, :] + x_k
         acc = tl.zeros([CHANNELS, ROWS], tl.float32)
-    else:  # a chunk is whole steps, but for the last ones
+    else:  # a chunk is a multiple of a step; the last ones may be cut off
         begin = tl.arange(0, CHUNKS)[:, None, None] * chunk
         w_k, x_k, real_row = begin + k[None, None, :], begin + k[None, :, None], (m < rows)[None, None, :]
         w_at, x_at = w_row[None, :, None] + w_k, x_row[None, None, :] + x_k
@@ -251,7 +251,7 @@ def _few_rows(
     up_acc = acc
     if EARLY:
         gdc_launch_dependents()
-    # The first weights are on their way while the kernel that makes x still runs.
+    # The first weights are loaded while the kernel that computes x still runs.
     w = _weights(w_at, w_k, 0, inner, EVEN)
     if GATED:
         up = _weights(up_at, w_k, 0, inner, EVEN)
@@ -274,7 +274,7 @@ def _few_rows(
 
 
 def _name(specialization: Any) -> str:
-    """Name the kernel for a profile, where a half layer begins with its norm."""
+    """Name the kernel for profiles, which recognise the start of a half layer by its norm."""
     return "_add_rms_norm_few_rows" if specialization.constants["NORM"] else "_few_rows_ahead"
 
 
@@ -285,8 +285,8 @@ def _few_rows_ahead(
     CHANNELS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Multiply a tile as `_few_rows` does, with all weights in shared memory by the time the kernel that makes x ends.
-    With NORM x is first added to the residual and normed, by every program; REAL: rows that are loaded, of ROWS."""
+    """Multiply a tile as `_few_rows` does, with all weights loaded to shared memory while the kernel that computes x
+    still runs. With NORM every program first adds x to the residual and normalises it. REAL: rows loaded, of ROWS."""
     m = tl.arange(0, REAL)
     n = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     real_row = (m < rows)[None, None, :]
@@ -313,7 +313,7 @@ def _few_rows_ahead(
     if NORM:  # a chunk is one step
         x = inputs[0].to(tl.float32)  # type: ignore[misc]
         x += tl.load(residual_ptr + x_at).to(tl.float32)
-        rounded = x.to(dtype)  # the sum as it is kept
+        rounded = x.to(dtype)  # the sum, rounded as it is stored
         if tl.program_id(0) == 0:
             tl.store(total_ptr + x_at, rounded, mask=real_row)
         x = rounded.to(tl.float32)
@@ -323,7 +323,7 @@ def _few_rows_ahead(
     acc = tl.zeros([CHUNKS, CHANNELS, ROWS], tl.float32)
     up_acc = acc
     for i in tl.static_range(CHUNK // STEP):
-        # Selected, which changes nothing, so that one step's inputs go to shared memory after all have been asked for.
+        # This select makes the compiler move a step's inputs to shared memory only after all loads have been issued.
         x = tl.broadcast_to(tl.where(real_row, inputs[i], 0.0), [CHUNKS, STEP, ROWS])
         acc = tl.dot(weights[i], x, acc)
         if GATED:
@@ -337,7 +337,7 @@ def _few_rows_ahead(
 @triton.jit
 def _result(sums, up_sums, bias_ptr, n, channels, CHUNKS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
             BIAS: tl.constexpr, GATED: tl.constexpr, dtype: tl.constexpr):
-    """Return what a tile of channels `n` is to hold, from the sums of its chunks."""
+    """Return the values of a tile of channels `n`, from the sums of its chunks."""
     result = _in_order(sums, CHUNKS, CHANNELS, ROWS)
     if BIAS:
         result += tl.load(bias_ptr + n, mask=n < channels, other=0.0).to(tl.float32)[:, None]
@@ -374,7 +374,7 @@ def _inputs(at, real, k, i, inner, EVEN: tl.constexpr):
 
 @triton.jit
 def _add_up(sums, CHUNKS: tl.constexpr, APART: tl.constexpr, like):
-    """Add chunks in their order. They are read from beyond the first cache: other multiprocessors wrote them."""
+    """Add up chunks in order, read bypassing L1: other multiprocessors wrote them."""
     total = tl.zeros_like(like)
     for chunk in tl.static_range(CHUNKS):
         total += tl.load(sums + chunk * APART, cache_modifier=".cg")
@@ -387,9 +387,9 @@ def _described(
     SPREAD: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, BAND: tl.constexpr,
     FLIP: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Multiply tiles, one after another. With SPREAD a program multiplies one chunk of one, and the last to finish adds
-    them up. FLIP: the weights are the left operand, for tiles of few rows."""
-    PROGRAMS: tl.constexpr = CHUNKS if SPREAD else 1  # of a tile
+    """Multiply tiles, one after another. With SPREAD a program multiplies one chunk of one tile, and the tile's last to
+    complete adds them up. FLIP: the weights are the left operand, for tiles of few rows."""
+    PROGRAMS: tl.constexpr = CHUNKS if SPREAD else 1  # programs per tile
     SIZE: tl.constexpr = ROWS * CHANNELS
     row_tiles, channel_tiles = tl.cdiv(rows, ROWS), tl.cdiv(channels, CHANNELS)
     if EARLY:
@@ -416,7 +416,7 @@ def _described(
         if SPREAD:
             sums = sums_ptr + tile.to(tl.int64) * (CHUNKS * SIZE) + (n * ROWS + m if FLIP else m * CHANNELS + n)
             tl.store(sums + part * SIZE, acc)
-            tl.debug_barrier()  # all of this program's sums are written before it says so
+            tl.debug_barrier()  # all sums of this program are written before it increments the counter
             last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == CHUNKS - 1
             if last:
                 tl.store(arrivals_ptr + tile, 0)
@@ -433,7 +433,7 @@ def _described(
 
 @triton.jit
 def _place(unit, row_tiles, channel_tiles, PROGRAMS: tl.constexpr, BAND: tl.constexpr):
-    """Return a program's tile, where it lies, and which chunk of it is the program's."""
+    """Return the index of a program's tile, its row and column of tiles, and the index of the program's chunk."""
     tile = unit // PROGRAMS
     band = tile // (BAND * channel_tiles)
     height = tl.minimum(row_tiles - band * BAND, BAND)
@@ -448,6 +448,6 @@ def _nothing(ROWS: tl.constexpr, CHANNELS: tl.constexpr, FLIP: tl.constexpr):
 
 @triton.jit
 def _silu_and_mul(gate, up, dtype: tl.constexpr):
-    """Return silu(gate) * up, rounded wherever `activation.silu_and_mul` of rounded products is."""
+    """Return silu(gate) * up, rounded at the same points as rounded products and `activation.silu_and_mul`."""
     gate = gate.to(dtype).to(tl.float32)
     return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)

@@ -1,8 +1,8 @@
-"""What lies between the QKV product and the attention, in one pass: q/k norm, rotation, and the store into the pool.
+"""All operations between the QKV product and attention, in one pass: q/k norm, rotation, and the store into the pool.
 
-Queries are turned where they lie; keys and values go straight to their blocks and are not written anywhere else. A
-program takes a head of a few tokens, or several one after another: neighbours in a prompt are neighbours in a block,
-also where its keys lie by dimension.
+Queries are rotated in place; keys and values are written directly to their blocks and nowhere else. A program processes
+one head of a few tokens, or several heads in sequence: adjacent tokens of a prompt are adjacent in a block, also where
+its keys are stored by dimension.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from spillover.kernels.triton.codes import CODES, encode
 from spillover.kernels.triton.launch import AS_WRITTEN, early
 from spillover.kernels.triton.norm import pairwise_sum, scaled
 
-TOKENS = 16  # a program
+TOKENS = 16  # tokens per program
 WARPS = 4
-TOGETHER = 4  # heads of a program, at most, where there are MANY tokens: their rotation is loaded once
+TOGETHER = 4  # maximum number of heads per program in steps of at least MANY tokens: it loads their rotation once
 MANY = 1024
 
 
@@ -42,10 +42,10 @@ def norm_rope_store(
     kv_dtype: str = "auto",
     prompts: bool = True,
 ) -> None:
-    """Norm and rotate the H queries of qkv [T, H + 2 Hk, D] in place, and store keys and values at their positions.
+    """Normalise and rotate the H queries of qkv [T, H + 2 Hk, D] in place; store keys and values at their positions.
 
-    `rows` [T] is the request of each row, `slots` its row of the block table (None: the request's own index);
-    `prompts`: whether some of the rows are neighbours in a sequence, which the launch is tuned for.
+    `rows` [T] is the request of each row, `slots` the request's row of the block table (None: the request's index);
+    `prompts`: whether some of the rows are adjacent in a sequence, for which the launch is then tuned.
     """
     tokens, heads, dim = qkv.shape
     if tokens == 0:
@@ -88,7 +88,7 @@ def _norm_rope_store(
         high_norm = tl.load(norm_ptr + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     if EARLY:
         gdc_wait()
-    # Loads that wait for other loads come first, so that they are on their way together.
+    # Loads that other loads depend on come first, so that all of them are in flight together.
     position = tl.load(positions_ptr + token, mask=real, other=0)
     request = tl.load(rows_ptr + token, mask=stored, other=0)
     cos = tl.load(cos_ptr + position[:, None] * HALF + d[None, :], mask=turns, other=0.0)
@@ -126,9 +126,9 @@ def _norm_rope_store(
                 tl.store(places, low_code, mask=inside)
                 tl.store(places + HALF, high_code, mask=inside)
             else:
-                # Dimensions lie a block apart, and tokens of a prompt side by side: of these neighbouring threads store
-                # neighbouring tokens. Where it is not true of all, it changes nothing but that: addresses have no known
-                # alignment, so that nothing is stored as a vector.
+                # Dimensions are a block apart and tokens of a prompt contiguous, so adjacent threads store adjacent
+                # tokens. Where not all tokens are contiguous the hint is still safe: addresses have no known alignment,
+                # so that nothing is stored as a vector.
                 keys = slab[None, :] + (d * BLOCK)[:, None] + offset[None, :]  # [PADDED, TOKENS]
                 if PROMPTS:
                     keys = tl.max_contiguous(keys, [1, TOKENS])
@@ -143,7 +143,7 @@ def _norm_rope_store(
 @triton.jit
 def norm_heads(low, high, low_norm, high_norm, eps, DIM: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
                dtype: tl.constexpr):
-    """Norm heads given as halves [ROWS, PADDED], float32; rounded to `dtype`, and float32 again."""
+    """Normalise heads given as halves [ROWS, PADDED], float32; the result is rounded to `dtype` and float32 again."""
     squares = pairwise_sum(low * low, ROWS, PADDED) + pairwise_sum(high * high, ROWS, PADDED)
     factor = tl.rsqrt(squares / DIM + eps)[:, None]
     return (scaled(low, factor, low_norm, dtype).to(tl.float32), scaled(high, factor, high_norm, dtype).to(tl.float32))
@@ -151,7 +151,7 @@ def norm_heads(low, high, low_norm, high_norm, eps, DIM: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def rotate(low, high, cos, sin, dtype: tl.constexpr):
-    """Rotate heads given as halves, float32; rounded to `dtype`, and float32 again."""
+    """Rotate heads given as halves, float32; the result is rounded to `dtype` and float32 again."""
     cos, sin = tl.broadcast_to(cos, low.shape), tl.broadcast_to(sin, low.shape)
     turned = tl.fma(low, cos, -(high * sin))
     high = tl.fma(high, cos, low * sin)

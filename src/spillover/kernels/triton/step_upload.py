@@ -1,5 +1,5 @@
-"""The first thing of a step: its inputs come from the host, tokens that the step before sampled take their places, and
-block tables their new entries."""
+"""The first kernels of a step: copy its inputs from the host, fill in the tokens that the previous step sampled, and
+update the block tables."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 256
-_WORDS = 512  # of eight bytes, that a program brings
+_WORDS = 512  # words of eight bytes that one program copies
 
 
 def bring(to: Tensor, pinned: Tensor, nbytes: int) -> None:
-    """Copy the first bytes of `pinned`, in host memory, to the device; both int64. A kernel that reads over the link
-    begins sooner after the one before it, and is seen sooner by the next, than a copy."""
+    """Copy the first `nbytes` of `pinned`, in host memory, to the device; both are int64. A kernel that reads over the
+    link starts sooner after the previous kernel than a copy would, and the next kernel starts sooner after it."""
     words = triton.cdiv(nbytes, 8)
     if words:
         _bring[(triton.cdiv(words, _WORDS),)](to, pinned, words, WORDS=_WORDS, num_warps=4)
 
 
 def fill_tokens(token_ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
-    """Set token_ids[i] = drawn[sources[i]] where sources [T] int32 is not negative."""
+    """Set token_ids[i] = drawn[sources[i]] where `sources` [T] int32 is not negative."""
     count = token_ids.shape[0]
     if count:
         _fill_tokens[(triton.cdiv(count, _BLOCK),)](token_ids, sources, drawn, count, BLOCK=_BLOCK, num_warps=2)
 
 
 def update_tables(tables: Tensor, updates: Tensor, most: int) -> None:
-    """Set tables.flatten()[index] = block for updates [0] pairs (index, block) from updates[2] on; at most `most`.
+    """Set tables.flatten()[index] = block for the updates[0] pairs (index, block) from updates[2] on; at most `most`.
 
-    The count lies on the device, so that a captured graph serves any number of them.
+    The number of pairs is on the device, so that a captured graph serves any number of them.
     """
     _update_tables[(triton.cdiv(max(1, most), _BLOCK),)](tables, updates, BLOCK=_BLOCK, num_warps=2)
 

@@ -1,4 +1,4 @@
-"""What products in CUDA C++ have in common: tensors described to the tensor memory accelerator, options, the device."""
+"""Common parts of products in CUDA C++: tensor maps for the tensor memory accelerator, options, device queries."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from spillover.kernels.cuda.driver.compiled import CudaError
 
-CAPABILITY = (9, 0)
+CAPABILITY = (9, 0)  # compute capability that the kernels are for
 BYTES = 0  # CU_TENSOR_MAP_DATA_TYPE_UINT8
-TYPES = {torch.bfloat16: 9, torch.float16: 6}  # as CUtensorMapDataType
+TYPES = {torch.bfloat16: 9, torch.float16: 6}  # values of CUtensorMapDataType
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-_MAP_BYTES, _MAP_ALIGNED = 128, 64  # of a CUtensorMap
+_MAP_BYTES, _MAP_ALIGNED = 128, 64  # size and alignment of a CUtensorMap, in bytes
 Map = c_uint64 * (_MAP_BYTES // 8)
 
 
 @lru_cache(maxsize=16384)
 def tensor_map(address: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...],
                box: tuple[int, ...]) -> ctypes.Array[c_uint64]:
-    """Describe a tensor to the tensor memory accelerator, which copies boxes of it, rows of 128 bytes, swizzled. The
-    innermost dimension comes first; `strides`: of the others, in bytes."""
+    """Return the tensor map with which the tensor memory accelerator copies boxes of a tensor, in swizzled rows of 128
+    bytes. The innermost dimension comes first; `strides`: those of the other dimensions, in bytes."""
     rank = len(sizes)
     buffer = (c_char * (_MAP_BYTES + _MAP_ALIGNED))()
     begin = -ctypes.addressof(buffer) % _MAP_ALIGNED
@@ -36,7 +36,7 @@ def tensor_map(address: int, kind: int, sizes: tuple[int, ...], strides: tuple[i
 
 
 def sums_options(width: int) -> dict[str, object]:
-    """Return what instructions.cuh needs to know of products of 64 rows by `width`."""
+    """Return the definitions that instructions.cuh needs for products of 64 rows by `width`."""
     sums = width // 2
     return {"WIDTH": width, "SUMS": sums, "SUMS_1": sums + 1, "SUMS_2": sums + 2,
             "NAMES": " COMMA ".join(f"%{i}" for i in range(sums)),
@@ -52,7 +52,7 @@ def capable(device: torch.device) -> bool:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return the multiprocessors of a device; 2 of a CPU, which emulates one."""
+    """Return the number of multiprocessors of a device; 2 for a CPU, which emulates a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

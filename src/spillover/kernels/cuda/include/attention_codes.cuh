@@ -1,30 +1,30 @@
-// Attention over a paged pool of FP8 or int8 codes, in the order of sums of triton/attention/softmax.py: to the bit what
-// Triton's kernels for codes give. What attention.cu (new tokens) and attention_prompt.cu share.
+// Attention over a paged pool of FP8 or int8 codes, in the order of sums of triton/attention/softmax.py, with the same
+// bits as the Triton kernels for codes. Shared by attention.cu (new tokens) and attention_prompt.cu.
 //
-// DIM: of a head; GROUP: heads of queries that share one of keys; BLOCK: tokens of a block; INT8: whether codes are
-// int8, else they are FP8; BFLOAT16: whether queries and results are bfloat16, else they are float16. A tile is 64 keys:
-// each of four warps copies 16 of them and their values to shared memory, and multiplies these keys; of the values each
-// warp multiplies a quarter of the dimensions. Keys and values are the left operands of mma or wgmma, queries and
-// weights the right ones. Matrices of 16-bit elements are loaded transposed, an element being two codes: a word then
-// holds codes of two neighbours along the inner dimension, for each of two tokens or dimensions.
+// DIM: dimensions per head; GROUP: query heads per KV head; BLOCK: tokens per block; INT8: whether codes are int8,
+// otherwise FP8; BFLOAT16: whether queries and results are bfloat16, otherwise float16. A tile is 64 keys: each of four
+// warps copies 16 of them and their values to shared memory, and multiplies these keys; each warp multiplies a quarter
+// of the dimensions of all values. Keys and values are the left operands of mma or wgmma, queries and weights the right
+// ones. Matrices of 16-bit elements are loaded transposed, an element being two codes: a word then holds codes of two
+// neighbours along the inner dimension, for each of two tokens or dimensions.
 #include "instructions.cuh"
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr float RAISED = 256.0f;  // how much larger weights are as operands, for float16's sake
+constexpr float RAISED = 256.0f;  // factor of weights as operands, which suits the range of float16
 #include "attention_softmax.cuh"
 
-constexpr int MT = DIM / 64;      // tiles of 16 dimensions of a warp
-constexpr int CHUNKS = DIM / 16;  // of 16 bytes, of a token's values
+constexpr int MT = DIM / 64;      // tiles of 16 dimensions per warp
+constexpr int CHUNKS = DIM / 16;  // chunks of 16 bytes per token's values
 constexpr float LARGEST = 65504.0f;
 #define KERNEL(BLOCKS) extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void
 
-// What a kernel takes; kernels/cuda/attention.py has the same.
+// Kernel arguments; must match kernels/cuda/attention.py.
 struct Product {
     const u16* q; const u8* kv; u16* out;
     float* sums; float* stats; int* finished;  // DecodeScratch
     const int* items; const int* num_items; const int* table;
-    const void* sinks;                         // or null
-    const int* tiles; const int* query_start; const int* seq_lens; const int* slots;  // of prompts; slots: or null
+    const void* sinks;                         // may be null
+    const int* tiles; const int* query_start; const int* seq_lens; const int* slots;  // for prompts; slots may be null
     i64 q_stride, table_stride, block_stride, kv_stride, head_stride;
     float scale;
     int programs, kv_heads, window, window_piece, sinks_float;
@@ -32,10 +32,10 @@ struct Product {
 
 DEV float cut(float v) { return fminf(fmaxf(v, -LARGEST), LARGEST); }
 DEV u32 query_operand(u32 v) { return to_half2(cut(low_of(v)), cut(high_of(v))); }
-// A word of codes: of one neighbour bytes 0 and 1, of the other bytes 2 and 3. Of byte 0 of each, and of byte 1.
+// Converts a word of codes, bytes 0, 1 of one neighbour and 2, 3 of the other: the first bytes of both, and the second.
 DEV void spread(u32 word, u32& first, u32& second) {
 #if INT8
-    // A code plus 128 is the low byte of a float16 from 1,024 on.
+    // A code plus 128 becomes the low byte of a float16 of at least 1,024.
     word ^= 0x80808080u;
     first = hsub2(__byte_perm(word, 0x64646464u, 0x4240), 0x64806480u);
     second = hsub2(__byte_perm(word, 0x64646464u, 0x4341), 0x64806480u);
@@ -44,22 +44,22 @@ DEV void spread(u32 word, u32& first, u32& second) {
     halves_of_fp8(first, second, word);
 #endif
 }
-// The operands of two instructions.
+// Converts the operands of two instructions.
 DEV void spread(u32 (&a)[8], const uint4& r) {
     spread(r.x, a[0], a[1]), spread(r.y, a[2], a[3]), spread(r.z, a[4], a[5]), spread(r.w, a[6], a[7]);
 }
 
-// Two tiles of keys and of values, one in use and one on its way.
+// Two tiles of keys and of values, one in use and one in flight.
 struct Tiles {
-    alignas(128) u8 keys[2][WARPS][16 * DIM];  // of each 16 tokens [DIM][16]
-    alignas(128) u8 values[2][TILE * DIM];     // [TILE][DIM], chunks of a token in an order of their own: value_place
+    alignas(128) u8 keys[2][WARPS][16 * DIM];  // [DIM][16] for each 16 tokens
+    alignas(128) u8 values[2][TILE * DIM];     // [TILE][DIM], with the chunks of a token in the order of value_place
 };
-// Where the chunk of a token lies among the values of a tile, in bytes: those of eight tokens in other banks.
+// Returns the offset of a token's chunk in a tile's values, in bytes; that of eight tokens is in different banks.
 DEV int value_place(int token, int chunk) {
     return token * DIM + ((chunk ^ (DIM == 64 ? token >> 1 & 3 : token & 7)) << 4);
 }
-// 32 tokens of a tile's values, as the operands of 16 tokens each by tiles of dimensions: the chunk `chunk`, and with
-// MT = 2 the one that is `apart` from it.
+// Loads 32 tokens of a tile's values, as operands of 16 tokens each by tiles of dimensions: those of `chunk`, and with
+// MT = 2 of the chunk `apart` chunks after it.
 DEV void load_values(u32 (&a)[2][MT][4], u32 values, int half, int chunk, int apart) {
     int lane = threadIdx.x & 31;
 #pragma unroll
@@ -75,19 +75,19 @@ DEV void load_values(u32 (&a)[2][MT][4], u32 values, int half, int chunk, int ap
     }
 }
 
-// The codes of a sequence for one head of keys, in tiles from `begin` to `end`; none before `oldest`, which is not
-// negative, is used. What follows is about a warp's 16 tokens of a tile.
+// The codes of a sequence for one KV head, in tiles from `begin` to `end`; tokens before `oldest`, which is not
+// negative, are unused. The functions below process a warp's 16 tokens of a tile.
 struct Codes {
     const Product& p;
     const int* table;
     const u8* slab;
     int oldest, end, begin, tiles;
-    u32 keys, values;  // addresses in shared memory: of this warp's keys, of all values
-    int next, after;   // blocks of the next tile, and of the one after it
-    float2 key_scales, value_scales;  // of tokens 2 g and 2 g + 1
+    u32 keys, values;  // addresses in shared memory of this warp's keys, and of all values
+    int next, after;   // block numbers for the next tile, and for the one after it
+    float2 key_scales, value_scales;  // scales of tokens 2 g and 2 g + 1
 };
 DEV int own_token(int start) { return start + threadIdx.x / 32 * 16; }
-// Past a sequence's own blocks, one of them again.
+// Returns the block of a tile; past either end of the sequence, its nearest block.
 DEV int block_of(const Codes& c, int start) {
     return c.table[min(max(own_token(start) / BLOCK, c.oldest / BLOCK), (c.end - 1) / BLOCK)];
 }
@@ -115,14 +115,14 @@ DEV void load_scales(const Codes& c, float2& keys, float2& values, int start, in
     keys = *(const float2*)from;
     values = *(const float2*)(from + c.p.kv_stride);
 }
-// Products with the codes of two keys become those with the keys.
+// Multiplies products with the codes of two keys by the scales of these keys.
 template <int NT> DEV void scale_scores(float (&scores)[NT][4], float2 keys) {
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) scores[n][i] = multiply(scores[n][i], i < 2 ? keys.x : keys.y);
 }
-// Sends for the first two tiles; copies are in groups of one tile's keys or values.
+// Starts the copies of the first tiles; each group of copies is one tile's keys or values.
 DEV Codes codes_of(const Product& p, int slot, int kv_head, int begin, int oldest, int end, Tiles& room) {
     Codes c = {p, p.table + slot * p.table_stride, p.kv + kv_head * p.head_stride, oldest, end, begin,
                (end - begin + TILE - 1) / TILE, shared_address(room.keys[0][threadIdx.x / 32]), shared_address(room.values[0])};

@@ -1,7 +1,7 @@
-// The softmax of triton/attention/softmax.py in CUDA C++, and how the pieces of a sequence are added up. Before this:
-// DIM, GROUP, BFLOAT16, THREADS, and RAISED, the factor of weights as operands. P: what a kernel takes, which has the
-// fields that are used here.
-constexpr int TILE = 64, FIELDS = 10;  // keys; of an item
+// The softmax of triton/attention/softmax.py in CUDA C++, and the sum over the pieces of a sequence. Must be defined
+// before: DIM, GROUP, BFLOAT16, THREADS, and RAISED, the factor of weights as operands. P: the type of kernel
+// arguments, with the fields that are used here.
+constexpr int TILE = 64, FIELDS = 10;  // keys per tile, numbers per item
 constexpr float LOG2E = 1.4426950408889634f;
 #define NOTHING (-__int_as_float(0x7F800000))
 
@@ -11,17 +11,17 @@ DEV float low_of(u32 v) { return BFLOAT16 ? __uint_as_float(v << 16) : from_half
 DEV float high_of(u32 v) { return BFLOAT16 ? __uint_as_float(v & 0xFFFF0000u) : from_half(v >> 16); }
 DEV u32 pack(float low, float high) { return BFLOAT16 ? to_bf16x2(low, high) : to_half2(low, high); }
 DEV float base_of(float highest) { return highest == NOTHING ? 0.0f : highest; }
-// Weights of a tile are added as whole numbers.
+// The weights of a tile are added as integers.
 DEV u32 whole_number(float weight) { return __float_as_uint(multiply_add(weight, 16777216.0f, 33554432.0f)); }
 DEV float sum_of(u32 whole) { return multiply((float)(int)(whole & 0x3FFFFFFFu), 1.0f / 4194304.0f); }
-// As ordered_splits.bounds has them.
+// Returns whether a piece begins at position `start`, as in ordered_splits.bounds.
 DEV bool piece_begins(int start, int window_piece) {
     if (window_piece) return (start & (window_piece - 1)) == 0;  // a power of two
     int below = start < 1024 ? start & 127 : start & 255;
     return (start < 4096 ? below : __float_as_int((float)start) & 0x7FFFF) == 0;
 }
 
-// The sums of a row beside its values': the largest score, the weights.
+// The largest score and the sum of weights of a row.
 struct Row { float highest, weight; };
 struct Change { float mine, theirs; };
 DEV Change add_row(Row& row, const Row& piece) {
@@ -30,7 +30,7 @@ DEV Change add_row(Row& row, const Row& piece) {
     row = {higher, multiply_add(row.weight, c.mine, multiply(piece.weight, c.theirs))};
     return c;
 }
-// Adds the sums of a piece to those of the whole; of queries 2 t and 2 t + 1 of each eight, and tiles of dimensions.
+// Adds the sums of a piece to the total, for queries 2 t and 2 t + 1 of each eight and for tiles of dimensions.
 template <int MT, int NT>
 DEV void add_piece(Row (&whole)[NT][2], const Row (&piece)[NT][2], float (&acc)[MT][NT][4], const float (&piece_acc)[MT][NT][4]) {
 #pragma unroll
@@ -45,7 +45,7 @@ DEV void add_piece(Row (&whole)[NT][2], const Row (&piece)[NT][2], float (&acc)[
             }
         }
 }
-// What values of a row are to be multiplied by at the end, first by one and then by the other.
+// Returns the two factors by which the values of a row are multiplied at the end, one after the other.
 template <class P> DEV float2 last_factors(const P& p, Row row, int head) {
     float mine = 1.0f;
     if (p.sinks) {
@@ -61,7 +61,7 @@ template <class P> DEV float finished(const P& p, float sum, float2 factors) {
     return multiply(sum, factors.y) + 0.0f;
 }
 
-// Adds up what the pieces of a sequence have left for a head of keys, in their order.
+// Adds up the sums that the pieces of a sequence stored for one KV head, in order.
 template <class P> DEV void add_up(const P& p, int row, int first, int parts, int kv_head) {
     constexpr int LANES = DIM / 4, AHEAD = 8;
     int heads = p.kv_heads * GROUP, d = threadIdx.x % LANES;
@@ -77,7 +77,7 @@ template <class P> DEV void add_up(const P& p, int row, int first, int parts, in
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 int at = min(part + i, parts - 1);
-                v[i] = __ldcg(sums + (i64)at * heads * LANES);  // what other multiprocessors wrote
+                v[i] = __ldcg(sums + (i64)at * heads * LANES);  // bypasses L1: other multiprocessors wrote it
                 s[i] = __ldcg(stats + (i64)at * heads);
             }
 #pragma unroll

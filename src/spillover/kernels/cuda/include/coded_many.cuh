@@ -1,27 +1,26 @@
-// Products of more than a few rows with weights in codes: a part of coded_linear.cu.
+// Products of more than a few rows with weights in codes, by wgmma: a part of coded_linear.cu.
 //
-// More rows, by wgmma. What a warpgroup has at work: 64 channels (a warp 16) by 8 NT rows, for which left operands are
-// made of codes in registers, MADE at a time: some while those before are multiplied. Other warpgroups multiply while one
-// adds the sums of a group.
-constexpr int EACH = 8 / GROUPS;  // operands of a group
+// Work is the state of a warpgroup: 64 channels (16 per warp) by 8 NT rows. Left operands are made of codes, in
+// registers and up to MADE at a time, while others are multiplied. While a warpgroup adds sums, the others multiply.
+constexpr int EACH = 8 / GROUPS;  // operands per group
 template <int NT, int MADE>
 struct Work {
-    static constexpr int AT_ONCE = EACH < MADE ? EACH : MADE, PARTS = EACH / AT_ONCE;  // operands made at once
+    static constexpr int AT_ONCE = EACH < MADE ? EACH : MADE, PARTS = EACH / AT_ONCE;  // AT_ONCE: operands made at once
     float acc[NT][4], dot[NT][4];
     u32 a[2][AT_ONCE][4];
     uint4 codes[VECTORS];
-    Group numbers, before;  // of the group at work, of the one whose sums are to be added
-    // Makes the k-th and following operands of a step; those that were made two parts ago are not needed any more.
+    Group numbers, before;  // numbers of the current group, and of the one whose sums are to be added
+    // Makes operands of a step from the k-th on. Waits until those made two parts ago have been used.
     __device__ __forceinline__ void make(int at, int k) {
         wgmma_wait<1>();
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
             operand(a[at][j], codes, k + j, numbers);
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[at][j][i] = kept(a[at][j][i]);  // no later
+            for (int i = 0; i < 4; i++) a[at][j][i] = kept(a[at][j][i]);  // computed here and not later
         }
     }
-    // Begins the products of what was made. Rows of 128 bytes, eight of them 1,024 bytes apart from the next, swizzled.
+    // Starts the products of the operands. x: swizzled rows of 128 bytes, in groups of eight rows 1,024 bytes apart.
     __device__ __forceinline__ void multiply(int at, int k, u32 x) {
         u64 table = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | x >> 4;
         wgmma_fence();
@@ -31,7 +30,7 @@ struct Work {
                               table + ((k + j) / 4 * (NT * 1024) + (k + j) % 4 * 32) / 16, k % EACH + j > 0);
         wgmma_commit();
     }
-    // Adds the sums of a group. `sums`: of x over it.
+    // Adds the products of a group to its chunk. `sums`: the sums of x over the group.
     __device__ __forceinline__ void add(const float* sums) {
 #pragma unroll
         for (int n = 0; n < NT; n++) {
@@ -47,8 +46,8 @@ struct Work {
             for (int e = 0; e < 4; e++) acc[n][e] = 0;
     }
 };
-// Multiplies the warp's tile of a step and x, two boxes of 64 columns, and adds the sums of its groups. `next` reads the
-// codes of the next step, while the last products are under way.
+// Multiplies the warp's tile of a step with x, two boxes of 64 columns, and adds the sums of its groups. `next` reads
+// the codes of the next step while the last products are in flight.
 template <int NT, int MADE, class Next>
 DEV void multiply_step(Work<NT, MADE>& w, const u8* tile, u32 x, const float* sums, Next next) {
     constexpr int AT_ONCE = Work<NT, MADE>::AT_ONCE, PARTS = Work<NT, MADE>::PARTS;
@@ -69,7 +68,7 @@ DEV void multiply_step(Work<NT, MADE>& w, const u8* tile, u32 x, const float* su
     }
 }
 struct Place { int row, strip; };
-// Tiles of a band of rows come one after another, then the next channels.
+// Returns the place of a tile: tiles of a band of rows follow each other, then those of the next channels.
 template <int NT, int STRIPS>
 DEV Place place(int tile, int row_tiles, int strip_tiles) {
     constexpr int BAND = 8;
@@ -77,16 +76,17 @@ DEV Place place(int tile, int row_tiles, int strip_tiles) {
     return {(band * BAND + within % height) * (NT * 8), within / height * STRIPS};
 }
 
-// A block multiplies tiles of 8 NT rows by 64 WC channels one after another, or with `spread` a cluster of blocks one tile,
-// each block some of the chunks. One warp copies, some stages ahead; WC warpgroups multiply. Sums of chunks wait in
-// shared memory, before the stages: their total, or with `spread` all but a block's last, which lies where stages were.
+// A block multiplies tiles of 8 NT rows by 64 WC channels one after another; with `spread` > 1 a cluster of blocks
+// multiplies one tile, each block some chunks. One warp copies several stages ahead; WC warpgroups multiply. Sums of
+// chunks are kept in shared memory before the stages: their total, or with `spread` > 1 all but a block's last, which
+// overwrites stages.
 template <int NT, int WC>
 DEV void many_rows(const Product& p, u8* room) {
-    constexpr int MADE = WC == 4 ? 2 : 4;  // of operands, as many as there are registers for
+    constexpr int MADE = WC == 4 ? 2 : 4;  // operands made at once, as many as registers allow
     constexpr int ROWS = NT * 8, STRIPS = WC * 4, CONSUMERS = WC * 128, SLOT = NT * CONSUMERS * 16;
     constexpr int X_BYTES = ROWS * STEP * 2, TILES = STRIPS * TILE, SUMS = OFFSETS ? GROUPS * ROWS * 4 : 0;
     constexpr int STAGE = (X_BYTES + TILES + SUMS + 1023) / 1024 * 1024;
-    // A block has the registers that all of its threads begin with: one that asks for more waits for ever.
+    // A block has the registers that its threads start with: a thread that requests more would wait forever.
     constexpr int REGISTERS = 65536 / (CONSUMERS + 128) / 8 * 8, FEW = 24, MANY = (REGISTERS * (WC + 1) - FEW) / WC / 8 * 8;
     static_assert(WC == 1 || (MANY <= 240 && MANY * WC + FEW <= REGISTERS * (WC + 1)), "registers");
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, stages = p.stages, spread = p.spread, own = CHUNKS / spread;
@@ -106,7 +106,7 @@ DEV void many_rows(const Product& p, u8* room) {
     u32 phase = 0;
     if (warp >= STRIPS) {
         if (WC > 1) give_registers<FEW>();
-        if (warp == STRIPS) {  // a lane each strip; the first waits, and copies x
+        if (warp == STRIPS) {  // one lane per strip; the first lane also waits and copies x
             i64 strip_bytes = (i64)p.steps * TILE;
             auto bring_tiles = [&](int to_stage, int strip, int i) {
                 u32 to = ring + to_stage * STAGE + X_BYTES + lane * TILE, barrier = full + to_stage * 8;
@@ -114,7 +114,7 @@ DEV void many_rows(const Product& p, u8* room) {
                 __syncwarp();
                 if (lane < STRIPS) copy_range(to, p.tiles + min(strip + lane, strips - 1) * strip_bytes + (i64)(begin + i) * TILE, TILE, barrier);
             };
-            int ahead = min(steps, stages);  // before what makes x has ended
+            int ahead = min(steps, stages);  // stages copied before the kernel that computes x has completed
 #pragma unroll 1
             for (int i = 0; i < ahead; i++) bring_tiles(i, place<NT, STRIPS>(from_tile, row_tiles, strip_tiles).strip, i);
             wait_before();
@@ -148,7 +148,7 @@ DEV void many_rows(const Product& p, u8* room) {
         w.clear();
         int left = p.chunk, chunk = 0, last = 0;
         auto own_sum = [&](int n) { return make_float4(w.acc[n][0], w.acc[n][1], w.acc[n][2], w.acc[n][3]); };
-        auto total = [&](int n) {  // with what the chunks before have
+        auto total = [&](int n) {  // including the earlier chunks
             float4 t = chunk > 0 ? slots[n * CONSUMERS] : make_float4(0, 0, 0, 0);
             return make_float4(t.x + w.acc[n][0], t.y + w.acc[n][1], t.z + w.acc[n][2], t.w + w.acc[n][3]);
         };
@@ -158,7 +158,7 @@ DEV void many_rows(const Product& p, u8* room) {
             read_codes(w.codes, at);
             w.numbers = read_group(room + (at - memory), 0, lane / 4);
         };
-        auto ended = [&]() {  // a step that is not the last
+        auto ended = [&]() {  // called after each step except for the last
             __syncwarp();
             if (lane == 0) arrive(empty + last * 8);
             if (--left > 0) return;
@@ -190,14 +190,14 @@ DEV void many_rows(const Product& p, u8* room) {
 #pragma unroll
             for (int n = 0; n < NT; n++) slots[n * CONSUMERS] = total(n);
 #pragma unroll 1
-            for (int n = 0; n < NT && there; n++) {  // from where registers need no names: it compiles sooner
+            for (int n = 0; n < NT && there; n++) {  // from memory, which compiles faster than registers
                 float4 t = slots[n * CONSUMERS];
                 float c[4] = {t.x, t.y, t.z, t.w};
                 store_sums(p, c, at.strip + warp, at.row + n * 8);
             }
             continue;
         }
-        sync_first<CONSUMERS>();  // nothing reads stages any more
+        sync_first<CONSUMERS>();  // stages are no longer read
         if (steps > 0)
 #pragma unroll
             for (int n = 0; n < NT; n++)
@@ -214,7 +214,7 @@ DEV void many_rows(const Product& p, u8* room) {
                 }
             if (there) store_sums(p, sum, at.strip + warp, at.row + n * 8);
         }
-        meet_cluster();  // what others read stays until they have
+        meet_cluster();  // keeps shared memory valid until other blocks have read it
     }
 }
 #define MANY(NT, WC) \

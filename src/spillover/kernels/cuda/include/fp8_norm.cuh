@@ -1,11 +1,11 @@
-// Rows of x that threads hold in registers: added to a residual and normed, to the bit as triton/norm.py does, and rounded
-// to e4m3, as `quantize` of fp8_rows.cuh does.
+// Operations on rows of x that threads hold in registers: the sum with a residual and the norm, with the same bits as
+// triton/norm.py, and rounding to e4m3, as by `quantize` of fp8_rows.cuh.
 //
 // A thread holds the vectors of a row that are CONSUMERS apart. Squares are added neighbours first: those of a vector,
-// of 32 vectors in a warp, and then those parts of a row.
+// then those of the 32 vectors of a warp, then those of the parts of a row.
 //
-// Defined when this is included: INPUTS (of a row; 0 where no row is held), NORMED (0: rows are taken as they are) and
-// CONSUMERS (threads).
+// Must be defined before: INPUTS (per row; 0 if no row is held), NORMED (0: rows are not normalised) and CONSUMERS
+// (number of threads).
 
 constexpr int VECTORS = INPUTS / 8;
 constexpr int HELD = INPUTS > 0 ? (VECTORS + CONSUMERS - 1) / CONSUMERS : 1;
@@ -13,7 +13,7 @@ constexpr int WARPS = CONSUMERS / 32, PARTS = HELD * WARPS, MOST_PARTS = 32;
 static_assert(WARPS <= MOST_PARTS && (!NORMED || PARTS <= MOST_PARTS), "a lane adds each part");
 
 DEV int vector_of(int j) { return j * CONSUMERS + (int)threadIdx.x; }
-DEV void read_row(uint4 (&to)[HELD], const u16* row) {  // zeros beyond its end
+DEV void read_row(uint4 (&to)[HELD], const u16* row) {  // zeros past the end of the row
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
         to[j] = make_uint4(0, 0, 0, 0);
@@ -36,7 +36,7 @@ DEV uint4 added(const uint4& a, const uint4& b) {
     for (int i = 0; i < 8; i++) x[i] = __fadd_rn(x[i], y[i]);
     return packed(x);
 }
-// Weights are unpacked here: were that done once for all rows, they would take twice the registers.
+// Weights are unpacked here, since unpacking them once for all rows would take twice the registers.
 DEV uint4 scaled(const uint4& v, float factor, const uint4& weight) {
     float x[8], w[8];
     numbers_of(x, v);
@@ -60,15 +60,15 @@ DEV float sum_of_squares(const uint4& v) {
         for (int i = 0; i < 8; i += 2 * far) f[i] = __fadd_rn(f[i], f[i + far]);
     return f[0];
 }
-// Combines each of a thread's numbers with those of LANES lanes, neighbours first. The numbers go side by side: a
-// shuffle takes long.
+// Combines each of a thread's numbers with those of LANES lanes, neighbours first. The numbers are interleaved to hide
+// the latency of shuffles.
 template <int LANES, int COUNT, class Combine> DEV void over_lanes(float (&v)[COUNT], Combine combine) {
 #pragma unroll
     for (int far = 1; far < LANES; far *= 2)
 #pragma unroll
         for (int i = 0; i < COUNT; i++) v[i] = combine(v[i], __shfl_xor_sync(~0u, v[i], far));
 }
-// What a row is multiplied with; `parts`: PARTS numbers in shared memory.
+// Returns the factor of a row's norm; `parts`: PARTS numbers in shared memory.
 DEV float factor_of(const uint4 (&row)[HELD], float eps, float* parts) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     auto add = [](float a, float b) { return __fadd_rn(a, b); };
@@ -85,7 +85,7 @@ DEV float factor_of(const uint4 (&row)[HELD], float eps, float* parts) {
     return inverse_root(__fadd_rn(divided(sum[0], INPUTS), eps));
 }
 
-// Adds a row of x to its residual, and norms the sum. `stores`: x + residual is kept too. `parts`: as of `factor_of`.
+// Adds a row of x to its residual, and normalises the sum. `stores`: store x + residual too. `parts`: as in factor_of.
 DEV void norm_row(uint4 (&held)[HELD], const Product& p, int row, const uint4 (&weight)[HELD], bool stores, float* parts) {
     uint4 more[HELD];
     read_row(held, p.x + row * p.x_stride);
@@ -121,7 +121,7 @@ DEV void round_row(const Product& p, const uint4 (&held)[HELD], float* parts, Pu
     }
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
-        const int vector = (int)kept(vector_of(j));  // else places are computed ahead, and take registers
+        const int vector = (int)kept(vector_of(j));  // otherwise indices would be computed earlier and take registers
         if (vector >= VECTORS) continue;
         const float largest = fmaxf(found[j], TINY), scale = scale_for(p, given, largest);
         put_codes(vector, rounded_codes(held[j], inverse_for(scale, given, largest)));

@@ -1,26 +1,26 @@
-// What the kernels of FP8 products have in common: their arguments, rounding rows of x to e4m3, a gate, rings of stages.
+// Shared code of the kernels of FP8 products: arguments, rounding of rows of x to e4m3, the gate, rings of stages.
 //
-// Defined when this is compiled: BLOCKED, X_BF16 (else x is float16), and for products the sums of instructions.cuh.
+// Defined at compilation: BLOCKED, X_BF16 (otherwise x is float16), and for products the sums of instructions.cuh.
 #include "instructions.cuh"
 
-constexpr int STEP = 128;  // inputs, and bytes
+constexpr int STEP = 128;  // inputs per step, and bytes of its codes
 constexpr int KEPT = 8;  // vectors of 8 inputs that a thread keeps between finding the largest number and rounding
 constexpr float LARGEST = 448.0f, TINY = 1e-12f;
 
-// What the kernels take; kernels/cuda/fp8_linear.py has the same.
+// Kernel arguments; must match kernels/cuda/fp8_linear.py.
 struct Product {
-    Map w;                     // of weights [channels][inputs]
-    Map codes_map;             // of codes
+    Map w;                     // map of weights [channels][inputs]
+    Map codes_map;             // map of `codes`
     const u16* x;              // [rows][inputs], rows x_stride elements apart
     u8* codes;                 // x rounded to e4m3, [rows][inputs]
     float* x_scales;           // [rows]; BLOCKED: [steps][scales_row]
-    const float* input_scale;  // for all rows, or null
+    const float* input_scale;  // one scale for all rows, or null
     const float* w_scales;     // [channels]; BLOCKED: [channels / 128][steps]
     const u16* bias;           // [channels], or null
     u16* out;                  // [rows][channels]; GATED: silu(first half) * second half
     i64 x_stride;
-    int rows, channels, steps, chunk, scales_row, stages;  // chunk: steps of one
-    // Where rows are added to a residual and normed first:
+    int rows, channels, steps, chunk, scales_row, stages;  // chunk: steps per chunk
+    // Used if rows are first added to a residual and normalised:
     const u16* residual;       // [rows][inputs], rows residual_stride elements apart
     const u16* norm;           // weights [inputs]
     u16* total;                // x + residual, [rows][inputs]
@@ -42,7 +42,7 @@ DEV float largest_of(const uint4& v) {
     for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i]));
     return most;
 }
-// Of the 16 lanes that have a step of a row.
+// Returns the maximum over the 16 lanes that share a step of a row.
 DEV float largest_of_step(float most) {
 #pragma unroll
     for (int far = 8; far > 0; far /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, far));
@@ -56,14 +56,14 @@ DEV uint2 rounded_codes(const uint4& v, float inverse) {
     return make_uint2(to_fp8x2(f[0], f[1]) | to_fp8x2(f[2], f[3]) << 16, to_fp8x2(f[4], f[5]) | to_fp8x2(f[6], f[7]) << 16);
 }
 
-// The scale of numbers of which the largest is `found`, unless one is `given` for all rows, and what they are multiplied with.
+// Return the scale of numbers whose largest is `found`, unless a scale is `given` for all rows, and the inverse scale.
 DEV float scale_for(const Product& p, bool given, float found) { return given ? *p.input_scale : __fdiv_rn(found, LARGEST); }
 DEV float inverse_for(float scale, bool given, float found) {
     return given ? __fdiv_rn(1.0f, scale) : __fdiv_rn(LARGEST, found);
 }
 
-// Rounds `span` steps, from `begin` on, of some rows. `most`: [rows] of zeros in shared memory, of which these threads make
-// the largest numbers of whole rows; they `meet` before these are read.
+// Rounds `span` steps, from `begin` on, of some rows. `most`: [rows] zeros in shared memory, which the threads set to
+// the largest numbers of whole rows; `meet` synchronises the threads before these are read.
 template <int COUNT, class Meet, class PutScale, class PutCodes>
 DEV void quantize(const Product& p, int first_row, int rows, int begin, int span, float* most, Meet meet, PutScale put_scale, PutCodes put_codes) {
     uint4 kept[KEPT];
@@ -110,12 +110,12 @@ DEV void quantize(const Product& p, int first_row, int rows, int begin, int span
     }
 }
 
-DEV float gate(float first, float second) {  // rounded where products and activation are kernels of their own
+DEV float gate(float first, float second) {  // rounded as when products and activation are separate kernels
     first = low_number(rounded(first, 0)), second = low_number(rounded(second, 0));
     return __fmul_rn(low_number(rounded(__fmul_rn(first, 1.0f / (1.0f + fast_exp(-first))), 0)), second);
 }
 
-struct Ring {  // the stage whose turn it is
+struct Ring {  // the current stage
     int stage = 0;
     u32 phase = 0;
     __device__ __forceinline__ void advance(int stages) {

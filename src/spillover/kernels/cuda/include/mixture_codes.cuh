@@ -1,37 +1,37 @@
-// What the kernels of mixture.cu take, and how the codes of an expert's weights come from memory into registers.
+// Arguments of the kernels of mixture.cu, and loads of the codes of an expert's weights from memory to registers.
 #pragma once
 #include "mixture_formats.cuh"
 
 DEV float low_bf16(u32 v) { return __uint_as_float(v << 16); }
 DEV float high_bf16(u32 v) { return __uint_as_float(v & 0xFFFF0000u); }
 typedef FORMAT F;
-constexpr int PARTS = 4 / F::GROUPS;  // of 32 inputs, that a group has of a step
-constexpr int WORDS = 1 + F::HALVES + F::OFFSETS;  // of a group, each the factor of a sum
-constexpr int SUMS = F::GROUPS * WORDS;            // of a chunk
-constexpr u32 ONES = 0x3C003C00;                   // float16
+constexpr int PARTS = 4 / F::GROUPS;  // parts of 32 inputs of a group within a step
+constexpr int WORDS = 1 + F::HALVES + F::OFFSETS;  // words per group, each the factor of a sum
+constexpr int SUMS = F::GROUPS * WORDS;            // sums per chunk
+constexpr u32 ONES = 0x3C003C00;                   // two float16 ones
 
-// What a kernel takes; kernels/cuda/mixture.py has the same.
+// Kernel arguments; must match kernels/cuda/mixture.py.
 struct Product {
     const u16* x;                              // activations, [tokens or pairs][depth]
-    const u8* codes; const u8* scales; const u16* bias;  // a stack of experts; bias: or null
+    const u8* codes; const u8* scales; const u16* bias;  // a stack of experts; bias may be null
     i64 stride, scale_stride, bias_stride;     // elements between experts
-    const int* slots;                          // where in the stack an expert lies, -1: nowhere; null: the stack has all
-    const int* ids; const float* shares;       // of the pairs, [tokens][k]
+    const int* slots;                          // index of an expert in the stack, -1: not in it; null: all are in it
+    const int* ids; const float* shares;       // experts and shares of the pairs, [tokens][k]
     const int* places; const int* order;       // tiles of pairs sorted by expert: see sort_by_expert
     u16* out;
-    float limit;                               // of the clamped activation
-    int clamped, sum, scale_row, rows, depth, k;  // sum: out has a row a token, else a row a pair
+    float limit;                               // limit of the clamped activation
+    int clamped, sum, scale_row, rows, depth, k;  // sum: out has one row per token, otherwise one per pair
 };
 DEV int slot_of(const Product& p, int expert) { return p.slots && expert >= 0 ? load_fresh(p.slots + expert) : expert; }
-DEV int padded(int width) { return (width + 127) & ~127; }  // of a row of activations
+DEV int padded(int width) { return (width + 127) & ~127; }  // width of a row of activations
 
 // One expert's matrix as a warp reads it: 16 rows, of which lane g has the g-th pair: two neighbours, or with `halves`
-// one of the first half of the rows and one of the second. `apart` rows lie between the two of a pair.
+// one of the first half of the rows and one of the second. The rows of a pair are `apart` rows apart.
 struct Matrix {
     const u8* codes;
     const void* scales;
     const u16* bias;
-    int row_bytes, scale_row, groups, steps, chunks;  // groups: of 32 inputs
+    int row_bytes, scale_row, groups, steps, chunks;  // groups: number of groups of 32 inputs
     i64 apart;
     bool halves;
 };
@@ -42,7 +42,7 @@ DEV Matrix matrix_of(const Product& p, i64 slot, bool halves) {
             (groups + 3) / 4, (groups + 4 * F::CHUNK - 1) / (4 * F::CHUNK), halves ? p.rows / 2 : 1, halves};
 }
 DEV i64 first_row(const Matrix& m, int strip, int g) { return m.halves ? strip * 8 + g : strip * 16 + 2 * g; }
-// The factor of a chunk's sums for the two rows of a pair.
+// Returns the factors of a chunk's sums for the two rows of a pair.
 DEV float2 sum_factors(const Matrix& m, i64 row, int chunk) {
     if (F::CHUNK != 1 || F::INTEGERS) return make_float2(1, 1);
     int block = row / 128;
@@ -59,7 +59,7 @@ DEV float gated(float gate, float up, float limit, bool clamped) {
     up = fminf(fmaxf(up, -limit), limit);
     return (up + 1.0f) * (gate * (1.0f / (1.0f + fast_exp(-gate * 1.702f))));
 }
-// One activation of a row for the second product.
+// Stores one activation of a row for the second product.
 DEV void store_activation(const Product& p, i64 row, int column, float gate, float up) {
     p.out[row * padded(p.rows / 2) + F::place(column)] = (u16)F::activations(gated(gate, up, p.limit, p.clamped), 0);
 }
@@ -69,11 +69,11 @@ DEV void store_padding(const Product& p, i64 row) {
     for (int c = p.rows / 2; c < width; c++) p.out[row * width + F::place(c)] = 0;
 }
 
-// Shared memory of a warp's 16 rows for one step. MXFP4: a lane's vectors of its two rows, then a word of scales for each
-// row. FP8 and 8 bits: 128 bytes of each row, whose units of 16 bytes are swizzled by the row; 4 bits: 64 bytes, likewise,
-// so that ldmatrix gives each of four lanes its word of every unit. Behind integers the words of their groups.
+// Bytes of shared memory of a warp's 16 rows for one step. MXFP4: a lane's vectors of its two rows, then a word of
+// scales per row. FP8 and 8 bits: 128 bytes per row, in units of 16 bytes swizzled by the row; 4 bits: 64 bytes, also
+// swizzled, so that ldmatrix gives each of four lanes its word of every unit. Integers: then the words of their groups.
 constexpr int SLOT = F::VECTORS * 1024 + F::SLOT_SCALES;
-struct Lines { const u8 *codes, *scales; i64 apart; int four, groups; };  // scales: of the row that this lane brings
+struct Lines { const u8 *codes, *scales; i64 apart; int four, groups; };  // scales: of the row that this lane copies
 DEV Lines lines_of(const Matrix& m, int strip) {
     int lane = threadIdx.x & 31;
     i64 row = first_row(m, strip, F::VECTORS == 1 ? lane / 4 : lane / 8);
@@ -82,7 +82,7 @@ DEV Lines lines_of(const Matrix& m, int strip) {
             (const u8*)m.scales + (scales + ((lane & 1) ? m.apart : 0)) * (F::INTEGERS ? m.scale_row * 4 : m.scale_row),
             m.apart * m.row_bytes, (m.halves ? 4 : 8) * m.row_bytes, m.groups};
 }
-// The words of groups, [row of a pair][pair][group][word].
+// Copies the words of groups, [row of a pair][pair][group][word].
 DEV void bring_words(u32 to, const Lines& lines, int step) {
     int lane = threadIdx.x & 31, row = (lane & 1) * 8 + lane / 4;
 #pragma unroll
@@ -91,7 +91,7 @@ DEV void bring_words(u32 to, const Lines& lines, int step) {
         if (word < SUMS) copy_word_async(to + (row * SUMS + word) * 4, lines.scales + (step * SUMS + word) * 4);
     }
 }
-// Past the end the last group is brought again: every code is finite, and the activations there are zeros.
+// Copies codes of a step. Past the end the last group is repeated, as all codes are finite and activations there zero.
 DEV void bring_codes(u32 to, const Lines& lines, int step) {
     int lane = threadIdx.x & 31;
     if constexpr (F::VECTORS == 1) {
@@ -102,7 +102,7 @@ DEV void bring_codes(u32 to, const Lines& lines, int step) {
         copy_async(to + (32 + unit) * 16, from + lines.apart);
         if (F::INTEGERS) bring_words(to + 1024, lines, step);
         else if (t < 2) copy_word_async(to + 1024 + (t * 8 + g) * 4, lines.scales + step * 4);
-    } else {  // four whole rows of 128 bytes an instruction: memory is read in whole lines
+    } else {  // four whole rows of 128 bytes per instruction, so that whole cache lines are read
         int unit = lane & 7, pair = lane / 8;
         const u8* from = lines.codes + min(step * 4 + unit / 2, lines.groups - 1) * 32 + (unit & 1) * 16;
         u32 at = to + pair * 128 + (unit ^ pair) * 16;
@@ -114,7 +114,7 @@ DEV void bring_codes(u32 to, const Lines& lines, int step) {
         if (F::INTEGERS) bring_words(to + 2048, lines, step);
     }
 }
-struct Codes { uint4 v[2][F::VECTORS]; u32 factor[2][F::GROUPS]; float2 sum[SUMS]; };  // sum: factors of groups' sums
+struct Codes { uint4 v[2][F::VECTORS]; u32 factor[2][F::GROUPS]; float2 sum[SUMS]; };  // sum: factors of group sums
 DEV Codes read_codes(u32 from) {
     int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
     Codes c;

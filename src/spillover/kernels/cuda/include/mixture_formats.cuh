@@ -1,23 +1,23 @@
-// The formats that mixture.cu knows: how codes become what a tensor core takes, and in which order activations lie.
+// The formats of mixture.cu: conversion of codes to operands of tensor cores, and the order of activations.
 #ifndef MIXTURE_FORMATS
 #define MIXTURE_FORMATS
 #include "instructions.cuh"
 
 DEV u32 word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
 
-// Codes move to where float16 has its sign, the low bits of its exponent and the top of its mantissa: 2**-14 of their
-// value. Activations carry 2**2, scales the rest.
+// Codes are moved to float16's sign, the low bits of its exponent and the top of its mantissa, which gives 2**-14 of
+// their value. Activations are multiplied by 2**2, scales by the rest.
 struct Mxfp4 {
     static constexpr bool BF16 = false, INTEGERS = false, HALVES = false, OFFSETS = false;
-    static constexpr int CHUNK = 3;    // steps summed from nothing
-    static constexpr int GROUPS = 1;   // of a step, each summed from nothing where there are more
-    static constexpr int VECTORS = 1;  // of 16 bytes, that a lane reads of a row in a step
+    static constexpr int CHUNK = 3;    // steps per chunk, which is summed from zero
+    static constexpr int GROUPS = 1;   // groups per step; if more than one, each is summed from zero
+    static constexpr int VECTORS = 1;  // vectors of 16 bytes that a lane reads of a row per step
     static constexpr int SCALE_BYTES = 1;
-    static constexpr int SLOT_SCALES = 64;  // bytes of scales beside a step's codes of 16 rows
-    static constexpr int EACH_UP = 2, EACH_DOWN = 1;  // chunks on their way to a warp, for a few tokens
-    static constexpr int STAGES_16 = 5, STAGES_64 = 4, STAGES_128 = 4;  // steps on their way to a block or in use, by tile
+    static constexpr int SLOT_SCALES = 64;  // bytes of scales stored with a step's codes of 16 rows
+    static constexpr int EACH_UP = 2, EACH_DOWN = 1;  // chunks in flight per warp, for a few tokens
+    static constexpr int STAGES_16 = 5, STAGES_64 = 4, STAGES_128 = 4;  // steps in flight or in use per block, by tile
     DEV float sum_factor(const void*, int, int, int) { return 1.0f; }
-    // Eight codes of a word, even ones of bytes 0, 1 and of 2, 3, then odd ones.
+    // Unpacks the eight codes of a word: even ones of bytes 0, 1 and of 2, 3, then odd ones.
     DEV void unpack(u32 (&r)[4], const uint4 (&v)[1], int j, u32 factor) {
         u32 w = word_of(v[0], j);
         u32 even = ((w << 1) & 0x0E0E0E0Eu) | ((w << 4) & 0x80808080u);
@@ -27,19 +27,19 @@ struct Mxfp4 {
         r[2] = hmul2(__byte_perm(odd, 0, 0x1404), factor);
         r[3] = hmul2(__byte_perm(odd, 0, 0x3424), factor);
     }
-    // A scale of 2**(s - 127), 2**14 for the code, less the shift; the exponent's bias is 15.
+    // Returns the scale 2**(s - 127), times 2**14 for the code, less the shift; the exponent's bias is 15.
     DEV u32 factor(u32 scale) { return (u32)min(max((int)scale - 100, 0), 30) * 0x04000400u; }
-    // Where a row of activations keeps a column: the same word of four lanes' codes has two instructions, for its even
-    // and for its odd ones; of each a lane has two inputs in the first half and two in the second.
+    // Returns the index of a column in a row of activations: the same word of four lanes' codes is two instructions,
+    // for its even and its odd codes; in each a lane has two inputs in the first half and two in the second.
     DEV int place(int c) { return (c & ~127) + (c >> 3 & 3) * 32 + (c & 1) * 16 + (c >> 2 & 1) * 8 + (c >> 5 & 3) * 2 + (c >> 1 & 1); }
-    // Of 64 columns the one that is e-th of the four that a thread stores: two lanes' inputs of half an instruction.
+    // Returns which of 64 columns is the e-th of four that a thread stores: two lanes' inputs of half an instruction.
     DEV int column(int i, int half, int e) { return e / 2 * 32 + (i / 2 * 8 + half * 4 + (e & 1) * 2 + (i & 1)); }
-    // Where these four lie, of 64 columns from `first` on, in a row that begins at `row`.
+    // Returns the index of these four, of the 64 columns from `first` on, in a row that begins at `row`.
     DEV i64 unit_place(i64 row, int first, int i, int half) { return row + (first & ~127) + i * 16 + half * 8 + first / 32 % 4 * 2; }
     DEV float group_factor(u32) { return 1.0f; }
     DEV u32 activations(float low, float high) { return to_half2(low * 4.0f, high * 4.0f); }
 };
-// Codes become float16, which holds all of their values. Activations carry 2**-4, sums the rest.
+// Codes become float16, in which all of their values are exact. Activations are multiplied by 2**-4, sums by the rest.
 struct Fp8 {
     static constexpr bool BF16 = false, INTEGERS = false, HALVES = false, OFFSETS = false;
     static constexpr int CHUNK = 1;
@@ -52,21 +52,21 @@ struct Fp8 {
     DEV float sum_factor(const void* scales, int block_row, int stride, int step) {
         return __ldg((const float*)scales + (block_row * stride + step)) * 16.0f;
     }
-    // Four codes of each of two words, bytes 0, 1 and then 2, 3.
+    // Unpacks the four codes of each of two words, bytes 0, 1 and then 2, 3.
     DEV void unpack(u32 (&r)[4], const uint4 (&v)[2], int j, u32) {
 #pragma unroll
         for (int i = 0; i < 2; i++) halves_of_fp8(r[2 * i], r[2 * i + 1], word_of(v[j / 2], j % 2 * 2 + i));
     }
     DEV u32 factor(u32) { return 0; }
-    // The same word of four lanes' codes has one instruction.
+    // The same word of four lanes' codes is one instruction.
     DEV int place(int c) { return (c & ~127) + (c >> 2 & 7) * 16 + (c >> 1 & 1) * 8 + (c >> 5 & 3) * 2 + (c & 1); }
     DEV int column(int i, int half, int e) { return e / 2 * 32 + (i * 4 + half * 2 + (e & 1)); }
     DEV i64 unit_place(i64 row, int first, int i, int half) { return row + (first & ~127) + i * 16 + half * 8 + first / 32 % 4 * 2; }
     DEV float group_factor(u32) { return 1.0f; }
     DEV u32 activations(float low, float high) { return to_half2(low * 0.0625f, high * 0.0625f); }
 };
-// Integers of BITS bits; GROUP inputs share a word, a float32 whose last byte is their zero. In the low bits of float16's
-// mantissa codes count from 1,024 on; that and the zero are taken away, which is exact. Activations carry 2**-4.
+// Integers of BITS bits; GROUP inputs share a word, a float32 scale whose last byte is their zero. Codes in a float16's
+// low bits are 1,024 higher; that and the zero are subtracted exactly. Activations are multiplied by 2**-4.
 template <int BITS, int GROUP>
 struct Int {
     static constexpr bool BF16 = false, INTEGERS = true;
@@ -75,13 +75,13 @@ struct Int {
     static constexpr int GROUPS = 128 / GROUP;
     static constexpr int VECTORS = BITS / 4;
     static constexpr int SCALE_BYTES = 4;
-    static constexpr int SLOT_SCALES = GROUPS * 4 > BITS ? GROUPS * 64 : BITS * 16;  // slots of swizzled rows begin a whole row
+    static constexpr int SLOT_SCALES = GROUPS * 4 > BITS ? GROUPS * 64 : BITS * 16;  // slots must start a swizzled row
     static constexpr int EACH_UP = 4, EACH_DOWN = BITS == 4 ? 3 : 2;
     static constexpr int STAGES_16 = BITS == 4 ? 5 : 3, STAGES_64 = BITS == 4 ? 4 : 3, STAGES_128 = 4;
     DEV float sum_factor(const void*, int, int, int) { return 1.0f; }
     DEV float group_factor(u32 word) { return __uint_as_float(word & ~255u) * 16.0f; }
     DEV u32 factor(u32 word) { return 0x64006400u + (word & 255) * 0x00010001u; }
-    // Of every eight nibbles of a word the first and the fifth, the second and the sixth, ...; of bytes neighbours.
+    // Unpacks pairs of codes of a word: adjacent bytes; for 4 bits the first and fifth, the second and sixth, ...
     DEV void unpack(u32 (&r)[4], const uint4 (&v)[VECTORS], int j, u32 zero) {
         if constexpr (BITS == 4) {
             u32 w = word_of(v[0], j);
@@ -113,8 +113,8 @@ typedef Int<4, 128> Int4_128;
 typedef Int<8, 32> Int8_32;
 typedef Int<8, 64> Int8_64;
 typedef Int<8, 128> Int8_128;
-// Codes of a GGUF file: float32 words for every 32 inputs, a scale, or with HALVES one for each 16, then with OFFSETS an
-// offset, which the sum of the activations is multiplied by. The zero is the middle of a byte, and of 4 bits 0.
+// Codes of a GGUF file, with float32 words for every 32 inputs: a scale, or with HALVES one per 16, then with OFFSETS
+// an offset, by which the sum of the activations is multiplied. The zero is 128 for bytes and 0 for 4 bits.
 template <int BITS, bool TWO, bool ADDED>
 struct Gguf : Int<BITS, 32> {
     static constexpr bool HALVES = TWO, OFFSETS = ADDED;

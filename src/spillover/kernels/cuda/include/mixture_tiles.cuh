@@ -1,12 +1,12 @@
-// Products with many tokens: pairs sorted by expert, in tiles of one expert's pairs. See mixture.cu.
+// Products for many tokens: pairs are sorted by expert, in tiles of one expert's pairs. See mixture.cu.
 #include "mixture_codes.cuh"
 
-// A tile: positions first .. end of the sorted pairs, at most as many as a tile has, all of one expert.
+// A tile: positions first .. end of the sorted pairs, all of one expert; `slot` is its index in the stack.
 struct Tile { int slot, first, end; };
 
-// Tiles of at most T positions: a block 128 rows, a warp 16 of them. N: the tile's positions, rounded up. A stage of
-// shared memory has a step's activations, two tables of T rows of 128 bytes whose units of 16 bytes are swizzled as
-// wgmma has it, and a slot of codes for each warp.
+// Computes a tile of at most T positions: 128 rows per block, 16 per warp. N: the tile's positions, rounded up. A stage
+// of shared memory has a step's activations, two tables of T rows of 128 bytes whose units of 16 bytes are swizzled as
+// wgmma requires, and a slot of codes per warp.
 template <int N, int T, int STAGES, bool DOWN>
 DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
     constexpr int NT = N / 8, X = T * 256, COPIES = (N + 15) / 16;
@@ -18,7 +18,7 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
     i64 row = first_row(m, strip, g);
     Lines lines = lines_of(m, strip);
     u32 codes = room + STAGES * X + warp * SLOT;
-    // A thread brings the same unit of 16 bytes of every 16th position.
+    // A thread copies the same unit of 16 bytes of every 16th position.
     int unit = threadIdx.x & 15, position = threadIdx.x / 16, width = padded(p.depth);
     u32 to = room + unit / 8 * (T * 128) + position * 128 + ((unit & 7) ^ (position & 7)) * 16;
     int from[COPIES];
@@ -54,7 +54,7 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
 #pragma unroll
         for (int n = 0; n < NT; n++) add(n, acc[n], by);
     };
-    // Adds offsets times the sums of 32 activations, which `at` has.
+    // Adds offsets times the sums of the 32 activations at `at`.
     auto add_offsets = [&](u32 at, float2 by) {
 #pragma unroll
         for (int n = 0; n < NT; n++) {
@@ -65,7 +65,7 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
             add(n, sums, by);
         }
     };
-    // Where this lane finds its part of 32 activations of eight positions.
+    // Returns the address of this lane's part of 32 activations of eight positions.
     auto x_at = [&](u32 x, int j) { return x + j / 2 * (T * 128) + (lane & 7) * 128 + ((j % 2 * 4 + lane / 8) ^ (lane & 7)) * 16; };
     float2 f = make_float2(1, 1), next_f = sum_factors(m, row, 0);
     for (int step = 0, stage = 0, into = STAGES - 1, left = 0; step < m.steps; step++) {
@@ -86,11 +86,11 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
         u32 x = room + stage * X;
         if constexpr (GROUPS) {
             u32 low[2][4], high[2][4];
-            // Rows of 128 bytes, eight of them 1,024 bytes apart from the next, swizzled.
+            // Descriptor of swizzled rows of 128 bytes, in groups of eight rows that are 1,024 bytes apart.
             u64 table = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | x >> 4;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                if (j >= 2) wgmma_wait<1>();  // what was unpacked two turns ago is not needed any more
+                if (j >= 2) wgmma_wait<1>();  // frees the operands of two iterations ago
                 F::unpack(low[j & 1], c.v[0], j, c.factor[0][j / PARTS]);
                 F::unpack(high[j & 1], c.v[1], j, c.factor[1][j / PARTS]);
                 u32(&a)[4] = low[j & 1], (&b)[4] = high[j & 1];
@@ -144,9 +144,9 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         into = into + 1 == STAGES ? 0 : into + 1;
     }
-    constexpr int ROW = 68;  // gates and ups of 64 columns, and as much more as keeps lanes in different banks
+    constexpr int ROW = 68;  // gates and ups of 64 columns, with padding that keeps lanes in different banks
     float2 b = biases(m, row), *sums = (float2*)shared;
-    if (!DOWN) __syncthreads();  // nobody reads codes or activations any more
+    if (!DOWN) __syncthreads();  // codes and activations are no longer read
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -159,7 +159,7 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
         }
     if (DOWN) return;
     __syncthreads();
-    // A thread stores four of a row that lie together.
+    // A thread stores four adjacent values of a row.
     int inner = p.rows / 2, first = blockIdx.x % ((strips + 7) / 8) * 64, i = unit / 2, half = unit & 1;
 #pragma unroll 1
     for (int index = position; index < tile.end - tile.first; index += 16) {
@@ -182,7 +182,7 @@ DEV void tiles(const Product& p, u8* room) {
     const int* place = p.places + blockIdx.x / ((p.rows / 16 + 7) / 8) * 3;
     Tile tile = {slot_of(p, load_fresh(place)), load_fresh(place + 1), load_fresh(place + 2)};
     if (tile.slot < 0) {
-        if (DOWN) wait_before();  // this kernel ends no sooner than the one before it
+        if (DOWN) wait_before();  // this kernel must not complete before the previous one
         return;
     }
     tile.end = min(tile.end, tile.first + T);

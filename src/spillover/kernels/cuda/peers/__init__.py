@@ -1,1 +1,1 @@
-"""Ranks on CUDA devices meet in each other's memory."""
+"""Collective operations of ranks on CUDA devices, through each other's memory."""

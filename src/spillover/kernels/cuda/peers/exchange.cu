@@ -1,12 +1,12 @@
-// Ranks give each other what they have: every rank writes its part to its own buffer, which the others have mapped,
-// tells them so, waits until all have told, and reads. One kernel, that a CUDA graph can hold.
+// Collective operations of ranks: every rank writes its part to its own buffer, which the other ranks have mapped, sets
+// flags at all ranks, waits for the flags of all, and reads. Each is one kernel, which a CUDA graph can contain.
 //
-// A sum is one-shot where it is small or there are two ranks: each rank reads all parts. Else it is two-shot: each rank
-// adds up a share of the elements, tells the others, and reads their shares, which moves 2 (N - 1) / N of the bytes
-// over a link instead of N - 1 times them. Both add in the same order, so both give the same bits.
+// A sum is one-shot if it is small or there are two ranks: each rank reads all parts. Otherwise it is two-shot: each
+// rank adds up a share of the elements, signals the others, and reads their shares, which moves 2 (N - 1) / N times the
+// bytes over a link instead of N - 1 times. Both add in the same order, so both give the same bits.
 //
-// A buffer is [ranks][BLOCKS] flags, then twice `capacity` bytes. Calls take the two halves in turn: a rank that makes
-// call n + 2 has heard in call n + 1 from all others, who had ended call n by then.
+// A buffer is [ranks][BLOCKS] flags, then twice `capacity` bytes. Calls use the two halves in turn: a rank that starts
+// call n + 2 has in call n + 1 received flags of all other ranks, which had completed call n by then.
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -14,21 +14,21 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr int MOST_RANKS = 8;
-constexpr int BLOCKS = 64;      // at most, of a call
-constexpr int LOOKS = 256;      // at a flag, between looks at the clock and at the host's word
-constexpr u64 SECONDS = 120;    // for others to come
+constexpr int BLOCKS = 64;      // maximum number of blocks of threads per call
+constexpr int LOOKS = 256;      // reads of a flag between two reads of the clock and of `stop`
+constexpr u64 SECONDS = 120;    // timeout of waiting for the other ranks
 
 struct Arguments {
     u8* x;                   // this rank's part, `bytes` long; sums are written over it
-    u8* out;                 // gather: where rank 0 has the parts, `stride` bytes apart
-    u8* buffers[MOST_RANKS]; // of all ranks, as this one sees them
-    u32* state;              // calls made, blocks of this one that have ended
-    u64* totals;             // nanoseconds in which block 0 waited for the next rank, bytes given
-    volatile u64* told;      // in host memory: calls, and those totals
+    u8* out;                 // gather: destination of the parts at rank 0, `stride` bytes apart
+    u8* buffers[MOST_RANKS]; // buffers of all ranks, as mapped by this one
+    u32* state;              // number of completed calls, number of completed blocks of the current call
+    u64* totals;             // nanoseconds that block 0 waited for the next rank, bytes contributed
+    volatile u64* told;      // in host memory: number of calls, and those totals
     volatile u32* stop;      // in host memory: not 0 once a rank is lost
     u64 bytes, capacity, stride;
     int rank, size;
-    int shots;               // of a sum: 1 or 2
+    int shots;               // 1 or 2 for one-shot or two-shot sums
 };
 
 __device__ u64 nanoseconds() {
@@ -51,7 +51,7 @@ __device__ u8* data(const Arguments& a, int rank, u32 call) {
     return a.buffers[rank] + (u64)a.size * BLOCKS * sizeof(u32) + (call & 1) * a.capacity;
 }
 
-// Tells all ranks that this block's part is there, and waits for theirs; `round`: the first or second time of a call.
+// Signals all ranks that this block's part is ready, and waits for theirs; `round`: 1 for a call's second time, else 0.
 __device__ void meet(const Arguments& a, u32 call, u32 round = 0) {
     const u32 told = 2 * call + round;
     __syncthreads();
@@ -71,7 +71,7 @@ __device__ void meet(const Arguments& a, u32 call, u32 round = 0) {
     __syncthreads();
 }
 
-// The last block of a call counts it.
+// Completes a call: its last block counts the call.
 __device__ void end(const Arguments& a, u32 call) {
     __syncthreads();
     if (threadIdx.x != 0) return;
@@ -85,7 +85,7 @@ __device__ void end(const Arguments& a, u32 call) {
 }
 
 
-// Copies a run of bytes with all threads of all blocks; both ends lie at multiples of 16.
+// Copies a run of bytes with all threads of all blocks; both addresses are multiples of 16.
 __device__ void copy(u8* into, const u8* from, u64 bytes) {
     const u64 first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = gridDim.x * (u64)blockDim.x;
     for (u64 i = first; i < bytes / 16; i += step)
@@ -123,7 +123,7 @@ struct Single {
     static __device__ float narrow(float v) { return v; }
 };
 
-// Sixteen bytes of the sum: the parts are added in float32 from rank 0 on, and rounded once.
+// Returns sixteen bytes of the sum: the parts are added in float32 from rank 0 on, and rounded once.
 template <class Type>
 __device__ uint4 added(const Arguments& a, u32 call, u64 i) {
     using Stored = typename Type::Stored;
@@ -153,8 +153,8 @@ __device__ void sum(const Arguments& a) {
     if (a.shots == 1) {
         for (u64 i = first; i < a.bytes / 16; i += step) ((uint4*)a.x)[i] = added<Type>(a, call, i);
     } else {
-        // Ranks take the strides of the grid in turn. Nobody else reads this rank's part of its own strides, so the sum
-        // is written over it.
+        // Strides of the grid belong to the ranks in turn. No other rank reads this rank's part of its own strides, so
+        // the sum overwrites it.
         for (u64 i = first + a.rank * step; i < a.bytes / 16; i += step * a.size)
             ((uint4*)data(a, a.rank, call))[i] = added<Type>(a, call, i);
         meet(a, call, 1);
@@ -164,7 +164,7 @@ __device__ void sum(const Arguments& a) {
             owner = owner + 1 == a.size ? 0 : owner + 1;
         }
     }
-    // Less than sixteen bytes that are left: every rank adds them.
+    // Every rank adds the last bytes, fewer than sixteen.
     for (u64 i = a.bytes / 16 * WIDTH + first; i < a.bytes / sizeof(Stored); i += step) {
         float total = 0;
         for (int rank = 0; rank < a.size; rank++) {
@@ -180,7 +180,7 @@ extern "C" __global__ void sum_bfloat16(const __grid_constant__ Arguments a) { s
 extern "C" __global__ void sum_float16(const __grid_constant__ Arguments a) { sum<Half>(a); }
 extern "C" __global__ void sum_float32(const __grid_constant__ Arguments a) { sum<Single>(a); }
 
-// All parts go to rank 0, one behind the other.
+// Copies all parts to rank 0, one after another.
 extern "C" __global__ void gather(const __grid_constant__ Arguments a) {
     const u32 call = a.state[0] + 1;
     copy(data(a, a.rank, call), a.x, a.bytes);
@@ -190,7 +190,7 @@ extern "C" __global__ void gather(const __grid_constant__ Arguments a) {
     end(a, call);
 }
 
-// The part of rank 0 goes to all.
+// Copies the part of rank 0 to all ranks.
 extern "C" __global__ void broadcast(const __grid_constant__ Arguments a) {
     const u32 call = a.state[0] + 1;
     if (a.rank == 0) copy(data(a, 0, call), a.x, a.bytes);

@@ -1,7 +1,7 @@
-"""Sums, gathers and broadcasts over ranks, through memory that they have mapped of each other (exchange.cu).
+"""Sums, gathers and broadcasts over ranks, which map each other's memory (exchange.cu).
 
-A sum is added up in float32 from rank 0 on by every rank, so its bits depend on the parts alone. A call is one kernel
-that neither side's host takes part in, so CUDA graphs hold it.
+A sum is added up in float32 in the order of ranks, from rank 0 on, so its bits depend on the parts alone. A call is one
+kernel, without any work of the hosts, so that CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from spillover.kernels.cuda.driver.compiled import Module
 from spillover.kernels.extents import MOST_RANKS
 
 SOURCE = Path(__file__).parent / "exchange.cu"
-BLOCKS = 64  # at most, of a call
+BLOCKS = 64  # maximum number of blocks of a call
 THREADS = 512
-TWO_SHOT_BYTES = 1 << 20  # of a sum over three ranks or more that is made in two shots (exchange.cu)
+TWO_SHOT_BYTES = 1 << 20  # minimum size of a sum over three or more ranks that takes two shots (exchange.cu)
 SUMS = {torch.bfloat16: "sum_bfloat16", torch.float16: "sum_float16", torch.float32: "sum_float32"}
 
 
@@ -31,19 +31,19 @@ class _Arguments(ctypes.Structure):
 
 
 def buffer_bytes(size: int, capacity: int) -> int:
-    """Return the bytes of a rank's buffer for calls of up to `capacity` bytes; it begins as zeros."""
+    """Return the bytes of a rank's buffer for calls of up to `capacity` bytes; it must be zeroed at first."""
     return size * BLOCKS * 4 + 2 * capacity
 
 
 class Exchange:
     def __init__(self, rank: int, buffers: Sequence[int], capacity: int, device: torch.device) -> None:
-        """Make calls with all ranks. `buffers`: addresses of theirs, as this process sees them; `capacity`: the bytes
-        of a call, a multiple of 16. All ranks make the same calls, in one order."""
+        """Prepare calls with all ranks, which must make the same calls in the same order. `buffers`: addresses of the
+        ranks' buffers in this process; `capacity`: maximum bytes of a call, a multiple of 16."""
         self._module = Module(SOURCE, (), device)
-        for kernel in (*SUMS.values(), "gather", "broadcast"):  # a call of another rank may be waiting by then
+        for kernel in (*SUMS.values(), "gather", "broadcast"):  # at first use, a call of another rank may be waiting
             self._module.load(kernel)
-        self._state = torch.zeros(4, dtype=torch.int64, device=device)  # calls and blocks, nanoseconds, bytes
-        self._host = torch.zeros(4, dtype=torch.int64, pin_memory=True)  # calls, nanoseconds, bytes, stop
+        self._state = torch.zeros(4, dtype=torch.int64, device=device)  # calls and blocks, nanoseconds, bytes sent
+        self._host = torch.zeros(4, dtype=torch.int64, pin_memory=True)  # calls, nanoseconds, bytes sent, stop
         self._capacity = capacity
         state, host = self._state.data_ptr(), self._host.data_ptr()
         self._arguments = _Arguments(
@@ -56,25 +56,25 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """Return how long this rank has waited for the next one."""
+        """Return the seconds that this rank has waited for the next one."""
         return int(self._host[1]) / 1e9
 
     def stop(self) -> None:
-        """Let calls end that wait for a rank which never comes; what they and all later ones return is garbage."""
+        """Make calls that wait for a lost rank return; the results of these and of all later calls are garbage."""
         self._host[3] = 1
 
     @property
     def stopped(self) -> bool:
-        """Return whether a call may have ended without the others."""
+        """Return whether a call may have returned without waiting for the other ranks."""
         return bool(self._host[3])
 
     @property
     def bytes(self) -> int:
-        """Return what this rank has given."""
+        """Return the number of bytes that this rank has sent."""
         return int(self._host[2])
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x, which is written over x where that is contiguous."""
+        """Return the sum of all ranks' x, which overwrites x if x is contiguous."""
         x = x.contiguous()
         size = self._arguments.size
         for part in self._chunks(x):
@@ -82,7 +82,7 @@ class Exchange:
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Return the x of all ranks at rank 0, and nothing at the others."""
+        """Return the x of all ranks on rank 0, and an empty list on the others."""
         x = x.contiguous()
         size, first = self._arguments.size, self._arguments.rank == 0
         stride = -(-x.nbytes // 16) * 16
@@ -94,7 +94,7 @@ class Exchange:
         return [part[:x.nbytes].view(x.dtype).view(x.shape) for part in out]
 
     def broadcast(self, x: Tensor) -> None:
-        """Overwrite the contiguous x with rank 0's, at the others."""
+        """Overwrite the contiguous x of all other ranks with that of rank 0."""
         assert x.is_contiguous()
         for part in self._chunks(x):
             self._launch("broadcast", part)

@@ -1,1 +1,1 @@
-"""What checkpoints say of their quantisation: one file per `quant_method`, which chooses a format for each linear."""
+"""The quantisation settings of checkpoints: one file per `quant_method`, which chooses a format for each linear."""

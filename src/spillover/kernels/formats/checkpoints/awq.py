@@ -1,4 +1,4 @@
-"""AWQ checkpoints (version gemm): codes of 4 bits, packed along the output, zeros and scales by groups of inputs."""
+"""AWQ checkpoints (version gemm): codes of 4 bits, packed along the output, zeros and scales per group of inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spillover.kernels.formats.choice import FormatChoice
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.grouped_int import GroupedInt, Matrix, unpack_nibbles, words_as_bytes
 
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word of eight codes: where each column's is
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each column's code in a word of eight codes
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class AwqInt(GroupedInt):
     """A matrix as AWQ stores it: qweight int32 [K, N / 8], qzeros int32 [groups, N / 8], scales [groups, N]."""
 
     zeros: bool = True
-    has_zeros: bool = True  # the checkpoint says so; a file may have them all the same
+    has_zeros: bool = True  # whether the configuration says so; a file may have zeros in any case
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
         module, groups = module_of(name), self.groups(columns)
@@ -55,10 +55,10 @@ def _unpacked(words: Tensor, columns: int) -> Tensor:
 @register
 @dataclass(frozen=True)
 class Awq(FormatChoice):
-    """An AWQ checkpoint: all linears of layers but its routers and those that it lists."""
+    """An AWQ checkpoint: all linears of layers are quantised but routers and listed modules."""
 
     form: AwqInt = AwqInt()
-    dense: tuple[str, ...] = ()
+    dense: tuple[str, ...] = ()  # listed modules, which are not quantised
     quant_method = "awq"
 
     @classmethod

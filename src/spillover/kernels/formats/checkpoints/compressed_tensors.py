@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints: groups of linears, each with its scheme and way to be stored."""
+"""compressed-tensors checkpoints: groups of linears, each with its scheme and storage format."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PackedInt(GroupedInt):
 class PlainInt(GroupedInt):
     """A matrix as int-quantized stores it: weight int8 [N, K], weight_scale and weight_zero_point [N, groups]."""
 
-    whole: bool = False  # the checkpoint has one scale a matrix
+    whole: bool = False  # whether the checkpoint has one scale per matrix
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
         module, shape = module_of(name), (1,) if self.whole else (rows, self.groups(columns))
@@ -77,13 +77,13 @@ class PlainInt(GroupedInt):
 
 
 def _unsigned(numbers: Tensor) -> Tensor:
-    """Return int8 as codes around 128."""
+    """Return int8 numbers as codes counted from 128."""
     return numbers.contiguous().view(torch.uint8) ^ 128
 
 
 @dataclass(frozen=True)
 class PackedMxfp4(Mxfp4):
-    """MXFP4 of any linear. Its inputs may be larger than float16 holds, so it has no grouped product."""
+    """MXFP4 of any linear. Its inputs may exceed the range of float16, so it has no grouped product."""
 
     experts_only = False
     loads_stacks = False
@@ -109,10 +109,10 @@ class PackedMxfp4(Mxfp4):
 @register
 @dataclass(frozen=True)
 class CompressedTensors(FormatChoice):
-    """A compressed-tensors checkpoint: for each linear the group whose targets name it most closely."""
+    """A compressed-tensors checkpoint: each linear is in the group whose targets name it most closely."""
 
-    groups: tuple[tuple[str, WeightFormat], ...] = ()  # target and format
-    ignored: tuple[str, ...] = ()
+    groups: tuple[tuple[str, WeightFormat], ...] = ()  # targets and their formats
+    ignored: tuple[str, ...] = ()  # targets that are not quantised
     quant_method = METHOD
 
     @classmethod
@@ -158,7 +158,7 @@ def _names(target: str, module: str) -> bool:
 
 
 def _form(weights: Mapping[str, Any], stored: object, dtype: object, inputs: Mapping[str, Any]) -> WeightFormat:
-    """Return the format of a scheme's weights; DENSE where it has none."""
+    """Return the format of a scheme's weights; DENSE if it has none."""
     if not weights:
         return DENSE
     settings = Settings(METHOD, weights)

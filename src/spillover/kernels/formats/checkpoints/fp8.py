@@ -1,4 +1,4 @@
-"""FP8 checkpoints of Hugging Face and DeepSeek: e4m3 with a scale for every 128 x 128, or for each matrix."""
+"""FP8 checkpoints of Hugging Face and DeepSeek: e4m3 with a scale for each block of 128 x 128, or for each matrix."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from spillover.kernels.formats.grouped_gemm import GroupedGemm
 @register
 @dataclass(frozen=True)
 class Fp8(FormatChoice):
-    """An FP8 checkpoint: all linears but those that it lists, and those that it holds in a wider type."""
+    """An FP8 checkpoint: all linears are quantised but listed ones, and those stored in a wider type."""
 
     form: WeightFormat = FP8_BLOCK
-    dense: tuple[str, ...] = ()
+    dense: tuple[str, ...] = ()  # listed modules, which are not quantised
     quant_method = "fp8"
 
     @classmethod

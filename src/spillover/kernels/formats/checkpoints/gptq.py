@@ -17,7 +17,7 @@ from spillover.kernels.formats.choice import FormatChoice
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.grouped_int import GroupedInt, Matrix, unpack_nibbles, words_as_bytes
 
-ONES = {4: 0x11111111, 8: 0x01010101}  # one in each of a word's codes
+ONES = {4: 0x11111111, 8: 0x01010101}  # words with 1 in each code, by bits
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class GptqInt(GroupedInt):
     """A matrix as GPTQ stores it: qweight int32 [K * bits / 32, N], qzeros int32 [groups, N * bits / 32], scales
     [groups, N], and g_idx int32 [K] with the group of each input."""
 
-    less_one: bool = True  # zeros are stored less one
+    less_one: bool = True  # whether zeros are stored less one
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
         module, groups = module_of(name), self.groups(columns)
@@ -39,7 +39,7 @@ class GptqInt(GroupedInt):
 
     def read_matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Matrix:
         weight, scales, qzeros, *_ = self.stored(name, rows, columns)
-        words = words_as_bytes(reader.read(weight)).view(-1, rows, 4)  # bytes of a word hold inputs beside each other
+        words = words_as_bytes(reader.read(weight)).view(-1, rows, 4)  # bytes of a word hold adjacent inputs
         zeros = self._zeros(reader.read(qzeros), rows)
         if not self.zeros and not bool((zeros == 1 << (self.bits - 1)).all()):
             raise reader.wrong(qzeros.name, f"has zeros other than {1 << (self.bits - 1)}, though the configuration "
@@ -58,7 +58,7 @@ class GptqInt(GroupedInt):
         return Field(f"{module}.g_idx", "int32", (columns,))
 
     def _zeros(self, words: Tensor, rows: int) -> Tensor:
-        """Return uint8 [N, groups]. Who writes zeros less one subtracts from whole words, so a zero of 0 borrows."""
+        """Return zeros uint8 [N, groups]. Writers subtract the one from whole words, so a zero of 0 borrows."""
         if self.less_one:
             words = words + torch.tensor(ONES[self.bits], dtype=torch.int32)
         codes = words_as_bytes(words)
@@ -68,12 +68,12 @@ class GptqInt(GroupedInt):
 @register
 @dataclass(frozen=True)
 class Gptq(FormatChoice):
-    """A GPTQ checkpoint: the linears of layers but its routers, and what it says of single modules."""
+    """A GPTQ checkpoint: the linears of layers but routers are quantised, with overrides for single modules."""
 
     form: GptqInt = GptqInt()
-    lm_head: bool = False
-    listed: tuple[str, ...] = ()  # ends of the modules that are quantised; empty: all
-    overrides: tuple[tuple[re.Pattern[str], GptqInt | None], ...] = ()  # the first that matches; None: not quantised
+    lm_head: bool = False  # whether lm_head is quantised
+    listed: tuple[str, ...] = ()  # suffixes of the modules that are quantised; empty: all
+    overrides: tuple[tuple[re.Pattern[str], GptqInt | None], ...] = ()  # the first match applies; None: not quantised
     quant_method = "gptq"
 
     @classmethod

@@ -26,10 +26,10 @@ FORMS: dict[str, WeightFormat] = {  # by quant_algo
 @register
 @dataclass(frozen=True)
 class ModelOpt(FormatChoice):
-    """A ModelOpt checkpoint: all linears but those that it excludes, by names with wildcards."""
+    """A ModelOpt checkpoint: all linears are quantised but excluded ones, given by names with wildcards."""
 
     form: WeightFormat = FORMS["FP8"]
-    dense: tuple[str, ...] = ()
+    dense: tuple[str, ...] = ()  # excluded modules, which are not quantised
     quant_method = "modelopt"
 
     @classmethod

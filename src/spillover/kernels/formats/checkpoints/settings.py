@@ -1,4 +1,4 @@
-"""What a checkpoint says of its quantisation: settings read one by one, each refused by name where it is not known."""
+"""The quantisation settings of a checkpoint, read one by one; errors name the setting that is not supported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from spillover.errors import CheckpointError, shown
 
-MOST_GROUP = 1 << 20  # columns; no row is longer
+MOST_GROUP = 1 << 20  # maximum columns of a group; no row is longer
 
 
 class Settings:
@@ -20,7 +20,7 @@ class Settings:
         self._file = file
 
     def get(self, *keys: str) -> Any:
-        """Return what the first of these keys that there is says."""
+        """Return the value of the first of these keys that has one; None if none has."""
         return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
 
     def refused(self, key: str, value: object, supported: str) -> CheckpointError:
@@ -28,7 +28,7 @@ class Settings:
                                f"{supported}; use another quantisation of the model, or the unquantised one")
 
     def one_of(self, keys: str | Sequence[str], allowed: Sequence[Any], default: Any = None) -> Any:
-        """Return a setting that has one of a few values; the same name under several keys is given as a list."""
+        """Return a setting that must have one of a few values. `keys`: its name, or a list of alternative names."""
         keys = [keys] if isinstance(keys, str) else keys
         value = self.get(*keys)
         value = default if value is None else value
@@ -40,7 +40,7 @@ class Settings:
         return bool(self.one_of(key, (True, False), default))
 
     def group(self, keys: Sequence[str], default: int) -> int:
-        """Return the columns of a group; 0: all of a row, which files write as -1."""
+        """Return the number of columns of a group; 0: all of a row, which files write as -1."""
         value = self.get(*keys)
         value = default if value is None else value
         if type(value) is not int or not (value == -1 or 0 < value <= MOST_GROUP):
@@ -48,7 +48,7 @@ class Settings:
         return max(0, value)
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """Return a list of names or patterns; empty where there is none."""
+        """Return a list of names or patterns; empty if there is none."""
         value = self.get(*keys)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -74,7 +74,7 @@ def module_of(name: str) -> str:
 
 
 def is_listed(module: str, names: Sequence[str]) -> bool:
-    """Return whether a module is one of these, within one, or ends as one: how transformers reads such lists."""
+    """Return whether a module is, is in, ends with or matches one of these names, as transformers reads such lists."""
     return any(module == name or module.startswith(f"{name}.") or module.endswith(name) or _matches(name, module)
                for name in names)
 

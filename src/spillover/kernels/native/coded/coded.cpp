@@ -1,11 +1,11 @@
-// y = x W^T + b over weights that stay as their file has them: codes of four to eight bits, and for every block of 32 of
-// a row (16 in one form) a scale, and an offset in some forms, w = scale * code + offset.
+// y = x W^T + b over weights that keep the codes of their file, of four to eight bits: every block of 32 codes of a row
+// (16 in one form) has a scale, and in some forms an offset, w = scale * code + offset.
 //
-// A block of x becomes 24 bits fixed-point, in three digits of eight bits: what that rounds away is no more than what
-// sums of float32 do. The digits are signed, from -128 to 127. Digits times codes are summed up without rounding, so in
-// any order: by whichever instructions the cores have for few rows and for many. The sums of the three digits, then
-// those of the blocks, are added up in one order. So the bits of y[m, n] depend neither on M, nor on the way they were
-// made, nor on the kind of core.
+// A block of x is converted to 24-bit fixed point, in three digits of eight bits, which rounds no more than sums of
+// float32 do. The digits are signed, from -128 to 127. Digits times codes are summed without rounding and so in any
+// order, by the instructions of the cores that suit few rows or many. The sums of the three digits, then those of the
+// blocks, are added up in one order. So the bits of y[m, n] depend neither on M, nor on the instructions used, nor on
+// the kind of core.
 #include "../team.h"
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -20,11 +20,11 @@
 
 namespace {
 
-constexpr int64_t kUnits = 8;  // of work for a thread, so that one that is held up is helped
+constexpr int64_t kUnits = 8;  // units of work per thread, so that others can help a thread that is delayed
 
-// A weight is matrices of one form each, below each other; this lies before their panels.
+// A weight consists of matrices of one form each, whose rows follow each other; this is stored before their panels.
 struct Matrix {
-    int64_t form, unit, rows, start;  // unit: blocks; start: bytes from the first of these lists
+    int64_t form, unit, rows, start;  // unit: blocks per unit; start: offset of the panels in bytes from `Matrices`
 };
 
 struct Matrices {
@@ -60,7 +60,7 @@ void product(const float* x, const uint8_t* panels, const Matrix& matrix, const 
     }
 }
 
-// The numbers of one channel.
+// Loads the numbers of a single channel.
 struct One {
     static float halves(const uint8_t* p) { return from_half(load<uint16_t>(p)); }
     static float brains(const uint8_t* p) {
@@ -80,7 +80,7 @@ struct One {
     }
 };
 
-// Row `row` of a matrix as numbers [K].
+// Dequantises row `row` of a matrix to floats [K].
 template <class Form>
 void look_up(int64_t row, const uint8_t* panels, const Matrix& matrix, float* out, int64_t K) {
     typedef typename Form::Numbers Numbers;
@@ -111,7 +111,7 @@ constexpr Kernels kernels_of() {
     return {product<Form>, look_up<Form>};
 }
 
-// By their numbers in kernels/formats/gguf_codes.py.
+// Kernels by the numbers of the forms in kernels/formats/gguf_codes.py.
 constexpr Kernels kForms[] = {
     kernels_of<Form<Planes<0>, Halves<false>>>(),               // Q4_0
     kernels_of<Form<Planes<0>, Halves<true>>>(),                // Q4_1
@@ -153,7 +153,7 @@ extern "C" void coded_embedding(const int64_t* ids, const uint8_t* panels, float
 
 #else
 
-// Cores without the instructions: weights are widened to float32 when they are loaded.
+// For cores without the instructions, weights are widened to float32 when they are loaded.
 extern "C" int64_t multiplies_codes() { return 0; }
 extern "C" void coded_linear(const float*, const uint8_t*, const float*, float*, int64_t, int64_t, int64_t) {}
 extern "C" void coded_embedding(const int64_t*, const uint8_t*, float*, int64_t, int64_t) {}

@@ -1,4 +1,4 @@
-// How weights in codes and the rows they are multiplied with lie in memory, on every kind of core.
+// Memory layout of weights in codes and of the rows that they are multiplied with, for all kinds of cores.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -8,28 +8,28 @@
 
 namespace {
 
-constexpr int64_t kPanel = 32, kHalves = 2, kHalf = 16;  // channels
-constexpr int64_t kColumns = 32;                         // of a block
+constexpr int64_t kPanel = 32, kHalves = 2, kHalf = 16;  // channels per panel, halves of a panel, channels per half
+constexpr int64_t kColumns = 32;                         // columns per block
 constexpr int64_t kDigits = 3;
-constexpr int64_t kByteVectors = 8;                      // of half a block's codes, as bytes: 4 columns of 16 channels each
-constexpr int64_t kMostRows = 128;                       // that are multiplied with a panel at once
+constexpr int64_t kByteVectors = 8;                      // vectors of half a block's codes as bytes, 4 columns each
+constexpr int64_t kMostRows = 128;                       // maximum number of rows multiplied with a panel at once
 
-// A panel is units of one or more blocks. A unit is its head, numbers of which there is one a channel, and its blocks; a
-// block is numbers of the same kind, and codes, half of the channels after half.
+// A panel consists of units of one or more blocks. A unit consists of its head, which is numbers, one of each kind per
+// channel, and its blocks; a block consists of such numbers too, and codes: one half of the channels, then the other.
 //
-// Codes of a half are vectors of 64 bytes, in which a channel has two words: one for the even columns, one for the odd
-// ones. kOrder: of eight columns, as their codes lie in the bytes of a channel: with codes of four bits first those in
-// the low halves of the four bytes, then those in the high halves; that is how they become two vectors of bytes.
+// The codes of a half are vectors of 64 bytes, in which a channel has two words: one for even columns, one for odd.
+// kOrder is the order in which the codes of eight columns are stored in a channel's bytes: with codes of four bits
+// first those in the low halves of the four bytes, then those in the high halves, as they become two vectors of bytes.
 
-// Codes of 4 + HIGH bits: four vectors of their low four bits; then those above, HIGH vectors, where a byte has a code's
-// bits for each of the vectors of bytes, from the lowest bits on.
+// Codes of 4 + HIGH bits: four vectors of their low four bits, then HIGH vectors of the upper bits, where a byte has
+// the bits of one code for each of the vectors of bytes, from the lowest bits on.
 template <int HIGH>
 struct Planes {
     static constexpr int64_t kVectors = 4 + HIGH;
-    static constexpr int kHigh = HIGH, kCentre = 8 << HIGH;  // codes without an offset are counted from kCentre
+    static constexpr int kHigh = HIGH, kCentre = 8 << HIGH;  // kCentre: the code of zero in forms without an offset
     static constexpr char kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
-    // Column 2j + p of a vector's eight is in bits 4j of word p.
+    // Column 2j + p of a vector's eight columns is in the four bits from 4j on of word p.
     static int code(const uint8_t* half, int64_t channel, int64_t column) {
         const int64_t word = (channel * 2 + column % 2) * 2 + column % 8 / 4, high_bit = column % 4 / 2;
         const int low = half[column / 8 * 64 + word] >> (high_bit * 4) & 15;
@@ -39,7 +39,7 @@ struct Planes {
     }
 };
 
-// Codes of four bits that name one of sixteen values.
+// Codes of four bits that are indices of sixteen values.
 template <class Values>
 struct Table : Planes<0> {
     static constexpr int kCentre = 0;
@@ -61,15 +61,15 @@ struct SignedBytes {
     static constexpr int kCentre = 0;
     static constexpr char kOrder[8] = {0, 2, 1, 3, 4, 6, 5, 7};
 
-    // Column 2j + p of the vector's four is byte j of word p.
+    // Column 2j + p of the vector's four columns is byte j of word p.
     static int code(const uint8_t* half, int64_t channel, int64_t column) {
         const uint8_t* word = half + column / 4 * 64 + (channel * 2 + column % 2) * 2;
         return static_cast<int8_t>(word[column % 4 / 2]);
     }
 };
 
-// The numbers of channels, from `channel` on: w = scale * code + offset. kHead, kBytes: of a unit's head and of a block.
-// kParts: of a block's columns, each with a scale of its own. Lanes: how the cores load numbers of neighbouring channels.
+// The numbers of channels, from `channel` on: w = scale * code + offset. kHead, kBytes: bytes of numbers in a unit's
+// head and in a block. kParts: parts of a block's columns with separate scales. Lanes: loads for adjacent channels.
 template <bool OFFSET>
 struct Halves {
     static constexpr int64_t kHead = 0, kBytes = OFFSET ? 128 : 64, kParts = 1;
@@ -93,7 +93,7 @@ struct Brains {
     }
 };
 
-// Bytes that a float16 of the head is multiplied with; what is multiplied with the second is taken away.
+// Bytes that are multiplied by a float16 of the head; the product with the head's second float16 is subtracted.
 struct TwoLevels {
     static constexpr int64_t kHead = 128, kBytes = 64, kParts = 1;
     static constexpr bool kOffset = true;
@@ -147,7 +147,7 @@ struct Place {
 
     Place(const uint8_t* panel, int64_t unit) : head(panel), block(panel + Form::kHead), unit(unit), left(unit) {}
 
-    // That of the index.
+    // The block with this index.
     Place(const uint8_t* panel, int64_t unit, int64_t index) : unit(unit), left(unit - index % unit) {
         head = panel + index / unit * (unit * Form::kBytes + Form::kHead);
         block = head + Form::kHead + index % unit * Form::kBytes;
@@ -166,23 +166,23 @@ struct Place {
     int64_t unit, left;
 };
 
-struct Scale;  // what a block of a row is beside its digits
+struct Scale;  // the numbers of a block of a row in addition to its digits
 
-// x in digits, and its scales [rows][blocks]. unit: blocks of the weights' units.
+// x in digits, and its scales [rows][blocks]. unit: number of blocks per unit of the weights.
 struct Rows {
     int64_t M, blocks, unit;
     uint8_t* digits;
     Scale* scales;
 };
 
-// Where the product with a panel goes. N: from a row to the next.
+// Destination of the product with a panel. N: stride of rows in floats.
 struct Output {
     float* y;
     const float* bias;
     int64_t N, width;
 };
 
-// A power of two, so that the largest number of a block is just below what three digits hold.
+// Returns the smallest power of two of which three digits can hold the largest number of a block.
 float unit_of(int32_t largest_bits) {
     float largest;
     __builtin_memcpy(&largest, &largest_bits, 4);
@@ -195,7 +195,7 @@ float unit_of(int32_t largest_bits) {
     return largest < __builtin_inff() ? unit : __builtin_nanf("");
 }
 
-// body(std::integral_constant<int, i>) for i in [FIRST, FIRST + COUNT).
+// Calls body(std::integral_constant<int, i>) for i in [FIRST, FIRST + COUNT).
 template <int FIRST, int... I, class Body>
 inline __attribute__((always_inline)) void unrolled(std::integer_sequence<int, I...>, Body body) {
     (body(std::integral_constant<int, FIRST + I>{}), ...);

@@ -1,12 +1,12 @@
-// Products with codes on ARM cores that multiply vectors of bytes (sdot), and more rows by matrices of bytes where the
-// cores have these (i8mm: smmla).
+// Products with codes on ARM cores: by vectors of bytes (sdot), and for more rows by matrices of bytes where the cores
+// support them (i8mm: smmla).
 //
-// A register has four channels ("a quad"), four codes each: sdot adds their products with four digits of one row to the
-// quad's sums. smmla has two channels of eight codes, and two rows of eight digits. Both multiply signed bytes. Codes of
-// four and five bits are taken from 0 on, so their sums start with what takes the centre away; others are signed.
+// A register holds four channels (a quad) with four codes each: sdot adds their products with four digits of one row to
+// the quad's sums. smmla uses two channels of eight codes, and two rows of eight digits. Both multiply signed bytes.
+// Codes of four and five bits stay unsigned, and their sums start with a value that subtracts the centre.
 //
-// To make an integer a float takes as long as eight products do. So sums start 0x4b400000 higher: the bits of such a sum
-// are those of a float, 1.5 * 2^23 higher, as long as its magnitude is below 2^22, and 32 * 128 * 128 is.
+// Converting an integer to float takes as long as eight products. So sums start 0x4b400000 higher: the bits of such a
+// sum are those of the float sum + 1.5 * 2^23, if the sum's magnitude is below 2^22, which 32 * 128 * 128 is.
 #pragma once
 #include <arm_neon.h>
 
@@ -19,19 +19,19 @@ constexpr bool kMatrices = true;
 #else
 constexpr bool kMatrices = false;
 #endif
-constexpr int64_t kRowStep = 2;                        // rows that smmla takes at once
+constexpr int64_t kRowStep = 2;                        // rows that smmla multiplies at once
 constexpr int64_t kDigitBytes = 1;
-constexpr int64_t kRowBytes = 1 << 19;                 // of x in digits, held in the second-level cache while panels pass
-constexpr int64_t kRecord = kDigits * kColumns;        // bytes of digits of a block of a row
+constexpr int64_t kRowBytes = 1 << 19;                 // maximum bytes of x in digits, to stay in L2 cache
+constexpr int64_t kRecord = kDigits * kColumns;        // bytes of the digits of one block of a row
 constexpr int64_t kQuads = kPanel / 4, kHalfQuads = kQuads / 2, kGroups = kColumns / 4;
 
 constexpr int32_t kMagicBits = 0x4b400000;
 constexpr float kMagic = 12582912.0f;
 
 struct Scale {
-    int32_t start[kDigits][4];  // of a digit's sums, the same in every lane
-    float unit;                 // that the lowest digit counts
-    float total;                // of its columns
+    int32_t start[kDigits][4];  // start value of each digit's sums, the same in every lane
+    float unit;                 // unit of the lowest digit
+    float total;                // sum of the block's columns
     float unused[2];
 };
 
@@ -59,8 +59,8 @@ struct Lanes {
     }
 };
 
-// bytes<I>: the I-th vector of a quad's codes as signed bytes, kBase higher than their values less the codes' centre; four
-// columns of a channel lie together, in the form's order. `half`: where the codes of the quad begin in the first vector.
+// bytes<I>: the I-th vector of a quad's codes as signed bytes, less the codes' centre plus kBase; four columns of a
+// channel are adjacent, in the form's order. `half`: start of the quad's codes in the first vector.
 template <class Codes>
 struct Vectors {
     static constexpr int kBase = Codes::kHigh < 2 ? Codes::kCentre : 0;
@@ -98,16 +98,16 @@ struct Vectors<SignedBytes> {
     }
 };
 
-// Where the codes of a quad begin.
+// Returns the start of the codes of a quad.
 template <class Form>
 const uint8_t* quad_codes(const Place<Form>& at, int64_t quad) {
     return at.codes(quad / kHalfQuads) + quad % kHalfQuads * 16;
 }
 
-// Whether a row is multiplied together with its neighbour.
+// Returns whether a row is multiplied together with the other row of its pair.
 bool paired(int64_t row, int64_t rows) { return kMatrices && (row | 1) < rows; }
 
-// Digits lie as [blocks][rows][kDigits][32 columns]; those of a pair of rows as [kDigits][4][2 rows][8 columns].
+// Converts a row of x to digits [blocks][rows][kDigits][32 columns], or [kDigits][4][2 rows][8 columns] for a pair.
 template <class Form>
 void split(const float* x, int64_t row, const Rows& rows) {
     const char* o = Form::Codes::kOrder;
@@ -117,13 +117,13 @@ void split(const float* x, int64_t row, const Rows& rows) {
         uint8_t(8 + o[4]), uint8_t(8 + o[5]), uint8_t(8 + o[6]), uint8_t(8 + o[7])};
     const uint8x16_t places = vld1q_u8(order);
     const bool pair = paired(row, rows.M);
-    const int64_t apart = pair ? 16 : 8;  // eight columns from the next eight
+    const int64_t apart = pair ? 16 : 8;  // bytes from eight columns to the next eight
     auto* out = reinterpret_cast<int8_t*>(rows.digits) + (pair ? row / 2 * 2 * kRecord + row % 2 * 8 : row * kRecord);
     Scale* scale = rows.scales + row * rows.blocks;
     for (int64_t b = 0; b < rows.blocks; b++, x += kColumns, out += rows.M * kRecord, scale++) {
         int32x4_t rest[kGroups], largest = vdupq_n_s32(0);
         for (int g = 0; g < kGroups; g++) {
-            // As integers: a comparison of numbers would pass over what is none.
+            // Compared as integers, since a comparison of floats would ignore NaN.
             largest = vmaxq_s32(largest, vreinterpretq_s32_f32(vabsq_f32(vld1q_f32(x + g * 4))));
         }
         scale->unit = unit_of(vmaxvq_s32(largest));
@@ -137,7 +137,7 @@ void split(const float* x, int64_t row, const Rows& rows) {
             int32_t sum = 0;
             for (int half = 0; half < 2; half++) {
                 const int32x4_t* four = rest + half * 4;
-                // A number's lowest byte, as a signed one, is the digit that leaves a multiple of 256.
+                // The lowest byte of a number, as a signed byte, is its digit: the rest is a multiple of 256.
                 const int16x8_t low = vcombine_s16(vmovn_s32(four[0]), vmovn_s32(four[1]));
                 const int16x8_t high = vcombine_s16(vmovn_s32(four[2]), vmovn_s32(four[3]));
                 const int8x16_t digits = vcombine_s8(vmovn_s16(low), vmovn_s16(high));
@@ -152,7 +152,7 @@ void split(const float* x, int64_t row, const Rows& rows) {
     }
 }
 
-// The scales of one part of a block for a quad, and their offsets.
+// The scales and offsets of one part of a block, for a quad.
 template <class Form>
 struct Channels {
     float32x4_t scale, offset;
@@ -166,12 +166,12 @@ struct Channels {
         }
     }
 
-    // `products`: of the three digits with codes.
+    // Adds a part of a block to a sum; `products`: those of the three digits with the codes.
     float32x4_t add(float32x4_t sum, const int32x4_t (&products)[kDigits], const Scale& x) const {
         const auto number = [&](int d) {
             return vsubq_f32(vreinterpretq_f32_s32(products[d]), vdupq_n_f32(kMagic));
         };
-        // The lower two digits, to these the highest.
+        // The lower two digits are added first, then the highest.
         const float32x4_t lower = vfmaq_f32(number(0), number(1), vdupq_n_f32(256));
         const float32x4_t all = vfmaq_f32(lower, number(2), vdupq_n_f32(65536));
         sum = vfmaq_f32(sum, scale, vmulq_n_f32(all, x.unit));
@@ -180,7 +180,7 @@ struct Channels {
     }
 };
 
-// A block of a row, in registers.
+// The digits of a block of a row, in registers.
 struct Digits {
     int8x16_t digits[kDigits][2];
 
@@ -190,7 +190,7 @@ struct Digits {
         }
     }
 
-    // products += those with four columns of a quad, the G-th four.
+    // products += those of the digits with the G-th four columns of a quad.
     template <int G>
     void add(int32x4_t (&products)[kDigits], int8x16_t codes) const {
         for (int d = 0; d < kDigits; d++) products[d] = vdotq_laneq_s32(products[d], codes, digits[d][G / 4], G % 4);
@@ -207,8 +207,8 @@ void store(const Output& out, int64_t row, int64_t quad, float32x4_t sum) {
     }
 }
 
-// What the sums of a block start with. The address is made new every time, for the compiler to load anew: it would copy
-// one register to another instead, and that takes the vector units' time.
+// Loads the start values of a block's sums. The asm hides the address, to make the compiler load again: it would copy
+// registers instead, which occupies the vector units.
 inline void start(const Scale& scale, int32x4_t (&products)[kDigits]) {
     const int32_t* from = scale.start[0];
     asm volatile("" : "+r"(from));
@@ -217,7 +217,7 @@ inline void start(const Scale& scale, int32x4_t (&products)[kDigits]) {
 
 template <class Form>
 void one_row(const uint8_t* panel, const Rows& rows, const Output& out) {
-    constexpr int kTogether = 2;  // quads: enough that no product waits for the one before it
+    constexpr int kTogether = 2;  // quads at a time, enough that no product waits for the previous one
     constexpr int kPartGroups = kGroups / Form::kParts;
     float32x4_t sums[kQuads] = {};
     const auto* digits = reinterpret_cast<const int8_t*>(rows.digits);
@@ -251,12 +251,12 @@ void one_row(const uint8_t* panel, const Rows& rows, const Output& out) {
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 
-// The sums of two rows += a part of their blocks times a quad's codes, as matrices.
+// Adds to the sums of two rows a part of their blocks times a quad's codes, as matrices.
 template <class Form, int PART>
 inline void add_pair(const int8_t* digits, const int8x16_t (&codes)[kGroups], const Channels<Form>& channels,
                      const Scale& first, const Scale& second, float* first_sums, float* second_sums) {
     constexpr int kPairGroups = kGroups / 2 / Form::kParts;
-    int32x4_t sums[kDigits][2];  // of two channels each, [channel][row]
+    int32x4_t sums[kDigits][2];  // each vector has two channels, as [channel][row]
 #pragma GCC unroll 3
     for (int d = 0; d < kDigits; d++) {
         sums[d][0] = sums[d][1] = vzip1q_s32(vld1q_s32(first.start[d]), vld1q_s32(second.start[d]));
@@ -276,7 +276,7 @@ inline void add_pair(const int8_t* digits, const int8x16_t (&codes)[kGroups], co
     vst1q_f32(second_sums, channels.add(vld1q_f32(second_sums), products[1], second));
 }
 
-// The quad's first two channels, eight columns each, then the other two, for every eight columns.
+// Reorders codes, for every eight columns, to the quad's first two channels of eight columns, then the other two.
 inline void as_matrices(const int8x16_t (&codes)[kGroups], int8x16_t (&out)[kGroups]) {
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; g += 2) {
@@ -333,8 +333,8 @@ void many_rows(const uint8_t* panel, const Rows& rows, const Output& out) {
                     float* sum = sums[row] + quad * 4;
                     vst1q_f32(sum, channels.add(vld1q_f32(sum), products, scales[row * rows.blocks]));
                 };
-                // A row is added to its sums while the products of the next are made: what waits for a sum would
-                // fill the cores' queues otherwise, and products wait behind it.
+                // A row is added to its sums while the products of the next are computed: otherwise instructions that
+                // wait for a sum would fill the cores' queues, and products would wait behind them.
                 int32x4_t waiting[kDigits], products[kDigits];
                 multiply_row(row, waiting);
                 for (row++; row < rows.M; row++) {
@@ -351,7 +351,7 @@ void many_rows(const uint8_t* panel, const Rows& rows, const Output& out) {
     }
 }
 
-// Panels [first, end): panel(p) is where one lies, output(p) where its product goes.
+// Multiplies panels [first, end): panel(p) is the address of a panel, output(p) the destination of its product.
 template <class Form, class Panel, class To>
 void multiply(const Rows& rows, int64_t first, int64_t end, Panel panel, To output) {
     const auto run = rows.M == 1 ? one_row<Form> : many_rows<Form>;

@@ -1,21 +1,21 @@
-// Products with codes on x86 cores: by vectors of bytes (AVX-512, in one instruction with VNNI), with more rows by tiles
-// where the cores have them (AMX), as bfloat16, which holds codes and digits exactly. A vector's bytes of codes are unsigned, so its sums start
-// with what takes away that they are higher.
+// Products with codes on x86 cores: by vectors of bytes (AVX-512, in one instruction with VNNI), and for more rows by
+// tiles where the cores support them (AMX), as bfloat16, in which codes and digits are exact. Codes in vectors are
+// unsigned bytes, raised by a base, so their sums start with a value that subtracts the base.
 #pragma once
 #include "../amx.h"
 #include "coded.h"
 
 namespace {
 
-constexpr int64_t kFew = 3;             // rows that vectors multiply faster than tiles do
-constexpr int64_t kRowStep = kTile;     // rows are kept in tiles
-constexpr int64_t kDigitBytes = 2;      // at most
-constexpr int64_t kRowBytes = 1 << 20;  // of x in digits, held in the second-level cache while panels pass
+constexpr int64_t kFew = 3;             // number of rows up to which vectors are faster than tiles
+constexpr int64_t kRowStep = kTile;     // rows are stored in tiles
+constexpr int64_t kDigitBytes = 2;      // maximum bytes per digit
+constexpr int64_t kRowBytes = 1 << 20;  // maximum bytes of x in digits, which stay in L2 cache while panels pass
 
 struct Scale {
-    float unit;                 // that the lowest digit counts
-    float total;                // of its columns
-    int32_t base[2][kDigits];   // less what a part's digits times kBase sum up to
+    float unit;                 // unit of the lowest digit
+    float total;                // sum of the block's columns
+    int32_t base[2][kDigits];   // start value of each part's sums: minus the sum of its digits times kBase
 };
 
 float from_half(uint16_t stored) { return _cvtsh_ss(stored); }
@@ -34,7 +34,7 @@ struct Lanes {
     static __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 };
 
-// sums += four unsigned bytes, none above MOST, times four signed ones.
+// Returns sums + four unsigned bytes, of at most MOST, times four signed ones.
 template <int MOST>
 __m512i dot(__m512i sums, __m512i codes, __m512i digits) {
 #if defined(__AVX512VNNI__)
@@ -51,7 +51,7 @@ __m512i dot(__m512i sums, __m512i codes, __m512i digits) {
 #endif
 }
 
-// Right, or left.
+// Shifts 16-bit words right by BY, or left by -BY.
 template <int BY>
 __m512i shifted(__m512i words) {
     if constexpr (BY > 0) return _mm512_srli_epi16(words, BY);
@@ -59,7 +59,7 @@ __m512i shifted(__m512i words) {
     return words;
 }
 
-// An integer of magnitude 255 at most as bfloat16.
+// Returns an integer of magnitude at most 255 as bfloat16.
 constexpr uint16_t brain(int value) {
     const int magnitude = value < 0 ? -value : value;
     int exponent = 0;
@@ -67,9 +67,9 @@ constexpr uint16_t brain(int value) {
     return magnitude == 0 ? 0 : (value < 0) << 15 | (127 + exponent) << 7 | ((magnitude << 7 >> exponent) & 127);
 }
 
-// bytes<I>: the I-th vector of half a block's codes as bytes, kBase higher than their values less the codes' centre, from
-// 0 to kMost; four columns of a channel lie together, in the form's order.
-// pairs<V>: eight columns' values less the centre as bfloat16, a row of a tile for each pair of columns.
+// bytes<I>: the I-th vector of half a block's codes as bytes from 0 to kMost: less the codes' centre plus kBase; four
+// columns of a channel are adjacent, in the form's order.
+// pairs<V>: writes the values of eight columns, less the centre, as bfloat16, one row of a tile per pair of columns.
 template <class Codes>
 struct Vectors {
     static constexpr int kBase = Codes::kCentre, kMost = 2 * kBase - 1;
@@ -95,7 +95,7 @@ struct Vectors {
                 const __m512i mask = _mm512_set1_epi16(((1 << Codes::kHigh) - 1) << 4);
                 names = _mm512_ternarylogic_epi64(names, high, mask, 0xd8);
             }
-            // A look-up sees five bits of a word, or six; of codes of four bits the fifth makes no difference.
+            // A lookup uses five bits of a word, or six; for codes of four bits the fifth makes no difference.
             const __m512i first = _mm512_load_si512(kValues.values);
             if constexpr (Codes::kHigh < 2) {
                 _mm512_store_si512(out + J * 32, _mm512_permutexvar_epi16(names, first));
@@ -162,7 +162,7 @@ struct Vectors<SignedBytes> {
 
     template <int V>
     static void pairs(const uint8_t* half, uint16_t* out) {
-        // Of the byte that is highest in each word of two columns.
+        // number() converts the highest byte of each 32-bit word to float.
         const auto number = [](__m512i v) { return (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(v, 24)); };
         const auto store = [&](uint16_t* to, __m512i odd, __m512i even) {
             const __m512i low = _mm512_srli_epi32(number(even), 16);
@@ -176,11 +176,11 @@ struct Vectors<SignedBytes> {
     }
 };
 
-// Digits lie as [tiles][blocks][kDigits][rows][32 columns], bytes or, for tiles, bfloat16. Tiles have 16 rows, a single
-// one as many as there are.
+// Converts a row of x to digits [tiles][blocks][kDigits][rows][32 columns], as bytes or, for tiles, bfloat16. Tiles
+// have 16 rows; a single tile has only the existing rows.
 template <class Form, class Digit>
 void split_into(const float* x, int64_t row, const Rows& rows) {
-    const int64_t digit_bytes = smaller(rows.M, kTile) * kColumns * sizeof(Digit);  // of a tile
+    const int64_t digit_bytes = smaller(rows.M, kTile) * kColumns * sizeof(Digit);  // bytes of one digit of a tile
     const char* o = Form::Codes::kOrder;
     const __m128i eight = _mm_setr_epi8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7], 8 + o[0], 8 + o[1], 8 + o[2],
                                         8 + o[3], 8 + o[4], 8 + o[5], 8 + o[6], 8 + o[7]);
@@ -190,7 +190,7 @@ void split_into(const float* x, int64_t row, const Rows& rows) {
     Scale* scale = rows.scales + row * rows.blocks;
     for (int64_t b = 0; b < rows.blocks; b++, x += kColumns, scale++) {
         const __m512 first = _mm512_loadu_ps(x), second = _mm512_loadu_ps(x + 16);
-        // As integers: a comparison of numbers would pass over what is none.
+        // Compared as integers, since a comparison of floats would ignore NaN.
         const __m512i a = (__m512i)_mm512_abs_ps(first), c = (__m512i)_mm512_abs_ps(second);
         scale->unit = unit_of(_mm512_reduce_max_epi32(_mm512_max_epi32(a, c)));
         const __m512 per_unit = _mm512_set1_ps(1 / scale->unit);
@@ -232,7 +232,7 @@ void split(const float* x, int64_t row, const Rows& rows) {
     (in_tiles(rows) ? split_into<Form, uint16_t> : split_into<Form, int8_t>)(x, row, rows);
 }
 
-// The scales of one part of a block for half of its channels, and their offsets.
+// The scales and offsets of one part of a block, for half of its channels.
 template <class Form>
 struct Channels {
     __m512 scale, offset;
@@ -248,7 +248,7 @@ struct Channels {
         }
     }
 
-    // `products`: of a part of a block of x with codes less their centre.
+    // Adds a part of a block to a sum; `products`: those of x with the codes less their centre.
     __m512 add(__m512 sum, __m512 products, const Scale& x) const {
         sum = _mm512_fmadd_ps(scale, products, sum);
         if constexpr (Form::kOffset) sum = _mm512_fmadd_ps(offset, _mm512_set1_ps(x.total), sum);
@@ -263,9 +263,9 @@ void store(const Output& out, int64_t row, int64_t half, __m512 sum) {
     _mm512_mask_storeu_ps(out.y + row * out.N + n, there, sum);
 }
 
-constexpr int64_t kAhead = 4096;  // bytes of a panel that are asked for before they are needed
+constexpr int64_t kAhead = 4096;  // bytes by which a panel is prefetched
 
-// Not on ARM, whose own prefetcher is better at it.
+// Prefetches a later block. Not done on ARM, where the hardware prefetcher does better.
 template <class Form>
 void ask_ahead(const Place<Form>& at) {
 #pragma GCC unroll 17
@@ -283,7 +283,7 @@ void few_rows(const uint8_t* panel, const Rows& rows, int64_t stride, const Outp
         const Scale* scales = rows.scales + b;
         unrolled<0, Form::kParts>([&](auto part) {
             constexpr int kPart = decltype(part)::value;
-            __m512i products[M][kHalves][kDigits];  // both halves: enough that none waits for the one before it
+            __m512i products[M][kHalves][kDigits];  // both halves, so that none waits for the previous one
             for (int m = 0; m < M; m++) {
                 const int32_t* base = scales[m * rows.blocks].base[kPart];
                 for (auto& three : products[m]) {
@@ -310,7 +310,7 @@ void few_rows(const uint8_t* panel, const Rows& rows, int64_t stride, const Outp
             for (int h = 0; h < kHalves; h++) {
                 const Channels<Form> channels(at, h, kPart);
                 for (int m = 0; m < M; m++) {
-                    // As the tiles add them up: the lower two digits, to these the highest.
+                    // In the same order as tiles: the lower two digits are added first, then the highest.
                     const __m512i* three = products[m][h];
                     const __m512i lower = _mm512_add_epi32(_mm512_slli_epi32(three[1], 8), three[0]);
                     const __m512 highest = _mm512_cvtepi32_ps(three[2]);
@@ -329,7 +329,7 @@ void few_rows(const uint8_t* panel, const Rows& rows, int64_t stride, const Outp
 
 template <class Form>
 void few_rows(const uint8_t* panel, const Rows& rows, Output out) {
-    const int64_t stride = smaller(rows.M, kTile) * kColumns;  // of digits
+    const int64_t stride = smaller(rows.M, kTile) * kColumns;  // bytes of one digit of a tile
     Rows some = rows;
     for (int64_t row = 0; row < rows.M; row += some.M, out.y += some.M * out.N) {
         some.M = smaller(kFew, smaller(rows.M, row / kTile * kTile + kTile) - row);
@@ -342,18 +342,18 @@ void few_rows(const uint8_t* panel, const Rows& rows, Output out) {
 
 #if HAVE_TILES
 
-constexpr int64_t kSpan = 2;                    // panels that are multiplied at once, so that x is loaded once for them
+constexpr int64_t kSpan = 2;                    // panels multiplied together, so that x is loaded once for them
 constexpr int64_t kSpanHalves = kSpan * kHalves;
-constexpr unsigned kLowTiles = 0x7f;            // with the height of x: sums in tiles 0 to 3, digits in 4 to 6; codes in 7
+constexpr unsigned kLowTiles = 0x7f;            // tiles of the height of x: sums 0 to 3, digits 4 to 6; codes are in 7
 
-// Of one thread. What was just stored cannot be loaded as a tile at once, so things take turns in it.
+// Memory of one thread. Buffers alternate, since just-stored data cannot be loaded as a tile at once.
 struct SpanMemory {
     alignas(64) uint16_t codes[2][kSpanHalves][kPairs];
     alignas(64) float products[2][kSpanHalves][kTileFloats];
     alignas(64) float sums[kMostRows / kTile][kSpanHalves][kTileFloats];
 };
 
-// A part of half a block's codes; the columns of other parts are zero.
+// Widens a part of half a block's codes; the columns of other parts become zero.
 template <class Form>
 void widen(const Place<Form>& at, int64_t half, int64_t part, uint16_t* out) {
     if (half == 0 && part == 0) ask_ahead(at);
@@ -397,13 +397,13 @@ void scale(const Place<Form>& at, int64_t half, int64_t part, const float* produ
         tile_fence();                   \
     } while (0)
 
-// A step multiplies a part of a block of a tile of x with half of the channels after half. While the tiles do one,
-// vectors scale the same half of the step before and widen that of the next part: tiles and vectors take about as long.
+// Each step multiplies a part of a block of a tile of x with one half of the channels after the other. While the tiles
+// multiply a half, vectors scale that half of the last step and widen that of the next part, in about the same time.
 template <class Form, int HALVES>
 void many_rows(const uint8_t* panel, const Rows& rows, const Output& out, SpanMemory& memory) {
     const int64_t tiles = ceil_div(rows.M, kTile), height = smaller(rows.M, kTile), blocks = rows.blocks;
     const int64_t parts = blocks * Form::kParts, panel_bytes = Form::panel_bytes(blocks, rows.unit);
-    const int64_t stride = height * kColumns;  // of digits
+    const int64_t stride = height * kColumns;  // numbers of one digit of a tile
     const auto place = [&](int64_t half, int64_t part) {
         return Place<Form>(panel + half / kHalves * panel_bytes, rows.unit, part / Form::kParts);
     };
@@ -473,7 +473,7 @@ void many_rows(const uint8_t* panel, const Rows& rows, const Output& out, SpanMe
 
 #endif
 
-// Panels [first, end): panel(p) is where one lies, output(p) where its product goes.
+// Multiplies panels [first, end): panel(p) is the address of a panel, output(p) the destination of its product.
 template <class Form, class Panel, class To>
 void multiply(const Rows& rows, int64_t first, int64_t end, Panel panel, To output) {
 #if HAVE_TILES

@@ -1,9 +1,9 @@
 // Experts computed by the host's cores: rows of floats through gate_up, a gated activation and down.
 //
-// An expert's tensors lie in one record, the records of a layer side by side. What is asked for comes by a call, or by
-// mail that a CUDA device writes in the middle of its step (kernels/moe/host_expert_queue.py has the layout). A row of weights is read
-// from memory once for all rows of floats that go through its expert (mixture_of.h, which says where its two paths part),
-// and on either path a sum has one order, whatever the number of rows and threads.
+// The tensors of an expert form one record, and the records of a layer are contiguous. A request comes by a call, or by
+// the host expert queue ("mail"), to which a CUDA device writes within a step (kernels/moe/host_expert_queue.py has the
+// layout). A row of weights is read from memory once for all rows of floats that go through its expert. mixture_of.h
+// says which of two paths computes them; on both the order of sums does not depend on the number of rows or threads.
 #include <cstring>
 #include <vector>
 
@@ -12,8 +12,8 @@
 
 namespace {
 
-enum Header { kPosted = 0, kDone = 16, kFailed = 32, kLayer = 33, kCount = 34, kTokens = 35 };  // places in a mail's
-constexpr int32_t kRefused = 2;  // as kFailed: the host cannot make sense of what was posted
+enum Header { kPosted = 0, kDone = 16, kFailed = 32, kLayer = 33, kCount = 34, kTokens = 35 };  // indices in the header
+constexpr int32_t kRefused = 2;  // value of header[kFailed]: the host rejected an invalid post
 
 std::unique_ptr<Mixture> make_mixture(const Layout& layout, float limit, int threads, int64_t grain) {
     static constexpr struct { int64_t first; MakeMixture* make; } kMakers[] = {
@@ -75,8 +75,8 @@ class HostExperts {
     }
 
   private:
-    // A step whose mail comes later than it spins is answered a nap late, never left alone: a device may have other
-    // work to do between its launch and its first post.
+    // A post that comes after spinning has stopped is answered late by at most one nap, but never missed: a device may
+    // have other work between the launch of a step and its first post.
     static constexpr std::chrono::microseconds kShortNap{50}, kLongNap{10000};
     static constexpr std::chrono::seconds kIdle{1};
 
@@ -118,7 +118,7 @@ class HostExperts {
         }
     }
 
-    const std::vector<int64_t> bases_;  // of the layers' records; 0: the layer has none here
+    const std::vector<int64_t> bases_;  // address of each layer's records; 0 if the layer has none on this host
     Crew crew_;
     std::unique_ptr<Mixture> mixture_;
     Mail mail_{};
@@ -130,10 +130,10 @@ class HostExperts {
 
 }  // namespace
 
-// Whether experts can be computed in tiles here.
+// Returns whether experts can be computed in tiles on this machine.
 extern "C" int host_experts_tiles() { return tiles_allowed(); }
 
-// 0: out of memory or of threads.
+// Returns 0 if memory or threads could not be allocated.
 extern "C" int64_t host_experts_new(const int64_t* layout, float limit, const int64_t* bases, int64_t layers,
                                     int64_t threads, int64_t grain) {
     Layout copied;
@@ -145,7 +145,7 @@ extern "C" int64_t host_experts_new(const int64_t* layout, float limit, const in
     }
 }
 
-// 0: done; 1: no such layer, token or expert; 2: out of memory.
+// Returns 0 on success, 1 if there is no such layer, token or expert, 2 if out of memory.
 extern "C" int64_t host_experts_run(int64_t self, int64_t layer, const float* x, int64_t tokens, const int32_t* pairs,
                                     int64_t count, float* out) {
     try {

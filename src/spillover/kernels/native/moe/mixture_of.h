@@ -1,9 +1,9 @@
-// One request's rows through their experts: gate_up, a gated activation and down, as jobs of a crew.
+// The experts of a request: gate_up, a gated activation and down, as the phases of a crew's job.
 //
-// There are two paths, and the number of an expert's own rows in the request chooses. With Layout::tile_rows of them or
-// more, if the model is of bfloat16 and the cores have tiles, x and the activation are rounded to bfloat16 (amx.h);
-// otherwise everything is float32 (experts.h). On either path a sum has one order, whatever the number of rows and
-// threads and whatever else is asked for.
+// There are two paths, chosen by the number of an expert's rows in the request. With at least Layout::tile_rows rows,
+// if the model is bfloat16 and the cores have tiles, x and the activation are rounded to bfloat16 (amx.h); otherwise
+// all is float32 (experts.h). On both paths the order of sums does not depend on the number of rows or threads, nor on
+// the rest of the request.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -18,9 +18,9 @@
 
 namespace {
 
-constexpr int kRows = 4;  // of floats that are multiplied at once
-constexpr int kColumns = 32;  // of the activation in a chunk, at most
-constexpr int kPair = 4;  // int32 of a pair
+constexpr int kRows = 4;  // rows of floats that are multiplied together
+constexpr int kColumns = 32;  // maximum number of columns of the activation per chunk
+constexpr int kPair = 4;  // int32 numbers per pair
 
 float load_one(const uint8_t* p, int64_t index, int64_t type) {
     if (type == kFloat32) return reinterpret_cast<const float*>(p)[index];
@@ -28,7 +28,7 @@ float load_one(const uint8_t* p, int64_t index, int64_t type) {
     return type == kBfloat16 ? Bfloat16Form::widen_one(bits) : Float16Form::widen_one(bits);
 }
 
-// Memory of floats that starts a cache line, so that no vector of it lies on two.
+// Memory for floats, aligned to a cache line so that no vector in it crosses one.
 class Floats {
   public:
     void grow(int64_t count) {
@@ -113,25 +113,25 @@ class MixtureOf final : public Mixture {
 
   private:
     struct Group {
-        int64_t expert, first, count;  // pairs that go through it: order_[first ...]
-        int64_t tile;                  // the first of its token tiles
+        int64_t expert, first, count;  // the expert's pairs are order_[first] and the count - 1 after it
+        int64_t tile;                  // index of its first token tile
     };
 
     struct Tile {
-        int64_t first, count;  // pairs that are its tokens
+        int64_t first, count;  // range in order_ of the pairs that are the tile's tokens
     };
 
-    static constexpr int64_t kPiece = 16 * kStep;  // columns of a token tile that are arranged at once
+    static constexpr int64_t kPiece = 16 * kStep;  // columns of a token tile that one chunk arranges
 
     static int64_t row_bytes(int64_t columns) { return columns * Form::kBits / 8; }
 
-    // Columns or rows of a chunk.
+    // Number of columns (phase 1) or rows (phase 2) of a chunk.
     int64_t size(int phase, bool tiled) const {
         const int64_t plain = phase == 1 ? columns_ : rows_, strip = phase == 1 ? kTile / 2 : kTile;
         return tiled ? ceil_div(plain, strip) * strip : plain;
     }
 
-    // What the rows of each expert are, from where they start: those in tiles first.
+    // Makes the groups of pairs per expert from starts_, those computed in tiles first.
     void group() {
         groups_.clear();
         tiles_.clear();
@@ -170,14 +170,14 @@ class MixtureOf final : public Mixture {
     }
 
     struct Place {
-        int64_t index, scale;  // of a row of weights, and of its row of scales
+        int64_t index, scale;  // index of a row of weights, and that of its row of scales
     };
 
-    // Of column c's gate, or of its up.
+    // The row for column c's gate (up = 0) or up projection (up = 1).
     Place gate_up_row(int64_t c, int64_t up) const {
         const int64_t I = layout_.inner;
         if (layout_.clamped) return {2 * c + up, scale_row(2 * c + up)};
-        // Gate and up below each other were quantised apart: each begins a block of its own.
+        // Gate and up rows follow each other and were quantised separately: each starts a new block of scales.
         return {up * I + c, up * (scale_row(I - 1) + 1) + scale_row(c)};
     }
 
@@ -187,7 +187,7 @@ class MixtureOf final : public Mixture {
         outer<B>(group, pairs, first, end, scales);
     }
 
-    // Columns [first, end) of the activation, of B pairs.
+    // Computes columns [first, end) of the activation of B pairs.
     template <int B>
     void inner(const Group& group, const int64_t* pairs, int64_t first, int64_t end, float* scales) {
         const int64_t H = layout_.hidden;
@@ -219,7 +219,7 @@ class MixtureOf final : public Mixture {
         }
     }
 
-    // Columns [first, end) of the result, of B pairs.
+    // Computes columns [first, end) of the result of B pairs.
     template <int B>
     void outer(const Group& group, const int64_t* pairs, int64_t first, int64_t end, float* scales) {
         const int64_t I = layout_.inner;
@@ -281,7 +281,7 @@ class MixtureOf final : public Mixture {
         }
     }
 
-    // Eight columns of the activation: eight rows of gate, and then of up.
+    // Computes eight columns of the activation, from eight rows of gate and then eight rows of up.
     void inner_strip(const Group& group, int64_t first, TileMemory& memory) {
         constexpr int64_t kHalf = kTile / 2;
         const int64_t H = layout_.hidden, I = layout_.inner, tiles = ceil_div(group.count, kTile);
@@ -291,7 +291,7 @@ class MixtureOf final : public Mixture {
         strip.next = (layout_.clamped ? kTile : kHalf) * row_bytes(H);
         float bias[kTile] = {};
         for (int64_t r = 0; r < kTile; r++) {
-            const int64_t column = smaller(first + r % kHalf, I - 1);  // the last one again, past the end
+            const int64_t column = smaller(first + r % kHalf, I - 1);  // past the end the last one is repeated
             const auto [index, scale] = gate_up_row(column, r / kHalf);
             place(strip, r, record, linear, H, index, scale);
             if (linear.bias >= 0) bias[r] = load_one(record + linear.bias, index, layout_.bias_type);
@@ -310,7 +310,7 @@ class MixtureOf final : public Mixture {
         }
     }
 
-    // Sixteen columns of the result.
+    // Computes sixteen columns of the result.
     void outer_strip(const Group& group, int64_t first, TileMemory& memory) {
         const int64_t H = layout_.hidden, I = layout_.inner, tiles = ceil_div(group.count, kTile);
         const int64_t count = smaller(kTile, H - first);
@@ -349,13 +349,13 @@ class MixtureOf final : public Mixture {
     Request request_{};
     std::vector<int64_t> starts_, order_;
     std::vector<Group> groups_;
-    int64_t tiled_ = 0;  // how many of them are computed in tiles
+    int64_t tiled_ = 0;  // number of groups that are computed in tiles
     std::vector<Tile> tiles_;
     Floats x_, h_, x_tiles_, h_tiles_;  // padded with zeros
-    Floats scales_, memory_;            // of each thread
+    Floats scales_, memory_;            // per thread
 };
 
-// A mixture of the n-th form.
+// Makes a mixture of the n-th form.
 template <class Form, class... Others>
 std::unique_ptr<Mixture> nth_mixture(int64_t n, const Layout& layout, float limit, int threads, int64_t grain) {
     if constexpr (sizeof...(Others) > 0)

@@ -1,4 +1,4 @@
-"""Attention of a whole batch: requests with one new token by one kernel, those with more by another."""
+"""Attention of a whole batch: one kernel for requests with one new token, another for requests with more."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attention(
 
 
 def make_work(batch: AttentionBatch, heads: int, kv_heads: int, dim: int, window: int | None) -> DeviceWork:
-    """Make the work lists of a batch that came without; waits for the device to know the lengths."""
+    """Make the work lists of a batch that has none; waits for the device, to read the lengths."""
     device = batch.seq_lens.device
     starts = batch.query_start.cpu().numpy().astype(np.int64)
     counts = np.diff(starts)

@@ -1,9 +1,9 @@
-"""Paged attention of one query per request, in the order of `softmax.py`; `ordered_splits` tells how it is cut.
+"""Paged attention of one query per request, in the order of `softmax.py`, divided into programs by `ordered_splits`.
 
-All query heads of a key head form one tile. Where the pieces of a sequence have programs of their own, each leaves its
-sums behind and the one that finishes last adds them up in their order. Requests with a few new tokens (the end of a
-prompt whose beginning is cached, tokens to verify) are attended likewise, all of their queries in the tile; where
-their pieces have programs of their own, a second kernel adds these up.
+All query heads of a key head form one tile. Where each piece of a sequence has its own program, each program stores its
+sums and the last one to complete adds them up in order. Requests with a few new tokens (the end of a prompt whose
+beginning is cached, draft tokens to verify) are computed in the same way, with all of their queries in the tile; where
+each of their pieces has its own program, a second kernel adds up the sums.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from spillover.kernels.triton.codes import CODES
 from spillover.kernels.triton.launch import AS_WRITTEN, early
 
 WARPS = 4
-FEW, SOME = 64, range(256, 800)  # programs that read four tiles ahead, by measurements on an H200; others read three
-REGISTERS = {3: 168, 4: 255}  # of a thread, at most, by tiles read ahead; at 168 three programs share a processor
+FEW, SOME = 64, range(256, 800)  # numbers of programs for which each prefetches four tiles, not three (H200)
+REGISTERS = {3: 168, 4: 255}  # maximum registers per thread, by tiles prefetched; 168 lets three programs share an SM
 _FIELDS = tl.constexpr(splits.FIELDS)
 
 
@@ -43,9 +43,9 @@ def ordered_decode(
     kv_dtype: str = "auto",
     requests: int = 1,
 ) -> None:
-    """Fill the rows of `out` [T, H, D] that `items` [I, FIELDS] int32 name; `num_items` [1] says how many count.
+    """Fill the rows of `out` [T, H, D] that the first `num_items` [1] of `items` [I, FIELDS] int32 name.
 
-    `requests` is what the launch is tuned for.
+    The launch is tuned for `requests` requests.
     """
     if attend_codes(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks,
                     kv_dtype, requests):
@@ -55,8 +55,8 @@ def ordered_decode(
 
 
 def stages(programs: int, kv_dtype: str) -> int:
-    """Return how many tiles are read ahead: more where programs are too few to hide each other's waits, or end so that
-    many are left for the last round."""
+    """Return the number of tiles to prefetch: more where programs are too few to hide each other's latency, or where
+    many of them remain for the last wave."""
     return 4 if kv_dtype == "auto" and (programs <= FEW or programs in SOME) else 3
 
 
@@ -74,7 +74,7 @@ def ordered_short_chunks(
     sinks: Tensor | None = None,
     kv_dtype: str = "auto",
 ) -> None:
-    """Fill the rows of requests with up to QUERIES new tokens, as `ordered_splits.short_chunk_splits` cuts them."""
+    """Fill the rows of requests with up to QUERIES new tokens; `items`: from `ordered_splits.short_chunk_splits`."""
     _, heads, dim = q.shape
     kv_heads, queries = kv_layer.shape[2], splits.QUERIES
     _launch(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks, kv_dtype,
@@ -144,11 +144,11 @@ def _ordered_decode(
         real = there[:, None] & (d[None, :] < DIM)
         q = tl.load(q_ptr + (row + query)[:, None] * q_stride + head[:, None] * DIM + d[None, :], mask=real, other=0.0)
         q = operand(q, CODES)
-        length = tl.load(item + 9) - count + 1 + query  # [ROWS], keys up to a query's own
+        length = tl.load(item + 9) - count + 1 + query  # [ROWS], number of keys up to and including that of the query
         table = table_ptr + slot.to(tl.int64) * table_stride
         slab = kv_ptr + kv_head * head_stride
 
-        # Of the whole, and of the piece that is being read.
+        # Sums over all completed pieces, and over the piece that is being read.
         highest = tl.full([ROWS], float("-inf"), tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, PADDED], tl.float32)
@@ -194,14 +194,14 @@ def _ordered_decode(
 def _end_piece(highest, weight, acc, place, parts, counter, first, kv_head, there, d, out_ptr, sums_ptr, stats_ptr,
                sinks_ptr, HEADS: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr,
                PADDED: tl.constexpr, SINKS: tl.constexpr, CODES: tl.constexpr):
-    """Store the result of a sequence that is one item; else leave the sums of a piece at `place` [ROWS], and add up all
-    pieces, which begin at `first`, if this one is the last of its key head to end."""
+    """Store the result of a sequence that is one item; otherwise store the sums of a piece at `place` [ROWS], and add
+    up all pieces, which begin at `first`, if this is the last piece of its key head to complete."""
     if parts == 1:
         head = kv_head * GROUP + tl.arange(0, highest.shape[0]) % GROUP
         _store(highest, weight, acc, head, head, there, d, out_ptr, sinks_ptr, DIM, SINKS, CODES)
     else:
         _leave(highest, weight, acc, place, there, d, sums_ptr, stats_ptr, DIM)
-        tl.debug_barrier()  # all of this program's sums are written before it says so
+        tl.debug_barrier()  # all sums of this program are written before it increments the counter
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             tl.store(counter, 0)
             tl.debug_barrier()
@@ -222,8 +222,8 @@ def _fold_short_chunks(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     QUERIES: tl.constexpr, SINKS: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Add up the pieces of queries, one query and key head after another; items that are no first piece, or a whole
-    request, have none to add."""
+    """Add up the pieces of each query and key head; items that are not a first piece, or that are a whole request, are
+    skipped."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -244,7 +244,7 @@ def _fold_short_chunks(
 def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, STEP: tl.constexpr,
             GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr,
             CODES: tl.constexpr):
-    """Add up what the pieces of a sequence have left for one key head, in their order: rows from `first` on, STEP rows
+    """Add up the sums that the pieces of a sequence stored for one key head, in order: rows from `first` on, STEP rows
     apart."""
     member = tl.arange(0, FEW)
     there = member < GROUP
@@ -252,7 +252,7 @@ def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, S
     highest = tl.full([FEW], float("-inf"), tl.float32)
     weight = tl.zeros([FEW], tl.float32)
     acc = tl.zeros([FEW, PADDED], tl.float32)
-    for piece in range(0, parts, 8):  # eight at a time are on their way
+    for piece in range(0, parts, 8):  # loads of eight pieces are in flight at a time
         h0, w0, a0 = _left(sums_ptr, stats_ptr, place, piece < parts, there, d, DIM)
         h1, w1, a1 = _left(sums_ptr, stats_ptr, place + STEP, piece + 1 < parts, there, d, DIM)
         h2, w2, a2 = _left(sums_ptr, stats_ptr, place + 2 * STEP, piece + 2 < parts, there, d, DIM)
@@ -277,7 +277,7 @@ def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, S
 @triton.jit
 def _store(highest, weight, acc, head, place, there, d, out_ptr, sinks_ptr, DIM: tl.constexpr, SINKS: tl.constexpr,
            CODES: tl.constexpr):
-    """Store results of heads [ROWS] at `place` [ROWS], in numbers of DIM."""
+    """Store the results of heads [ROWS] at `place` [ROWS], in units of DIM elements."""
     sink = tl.load(sinks_ptr + head, mask=there, other=0.0) if SINKS else None
     result = finish(highest, weight, acc, sink, SINKS, CODES)
     tl.store(out_ptr + place[:, None] * DIM + d[None, :], result.to(out_ptr.dtype.element_ty),
@@ -286,7 +286,7 @@ def _store(highest, weight, acc, head, place, there, d, out_ptr, sinks_ptr, DIM:
 
 @triton.jit
 def _left(sums_ptr, stats_ptr, place, exists, there, d, DIM: tl.constexpr):
-    """Load what a piece has left at `place` [FEW]. From beyond the first cache: another multiprocessor wrote it."""
+    """Load the sums that a piece stored at `place` [FEW], bypassing L1: another multiprocessor wrote them."""
     wanted = there & exists
     highest = tl.load(stats_ptr + place * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
     weight = tl.load(stats_ptr + place * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")

@@ -1,4 +1,4 @@
-"""Paged attention of many queries a request, in the order of `softmax.py`: tiles of queries against tiles of keys."""
+"""Paged attention of many queries per request, in the order of `softmax.py`: tiles of queries against tiles of keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish,
 from spillover.kernels.triton.codes import CODES
 from spillover.kernels.triton.launch import AS_WRITTEN
 
-# Queries a program, warps and stages. Small programs share a multiprocessor: one multiplies while the other takes
-# powers. Codes are spread by each program, so it has more queries to use them for.
+# Queries per program, warps and stages. Small programs share a multiprocessor: one multiplies while the other computes
+# exponentials. Each program converts KV codes itself, so with codes it has more queries to use them for.
 SMALL, LARGE = (64, 4, 2), (128, 8, 3)
-TINY = (32, 4, 2)  # over codes of heads of less than 64: of these, Triton 3.6 compiles larger tiles wrongly
-FEW = 264  # programs, of which each reads AHEAD tiles ahead: there are none beside it that would hide its waits
+TINY = (32, 4, 2)  # for codes of heads of less than 64 dimensions, whose larger tiles Triton 3.6 compiles wrongly
+FEW = 264  # up to this number of programs each prefetches AHEAD tiles, as no other program hides its latency
 AHEAD = 4
 
 
@@ -38,7 +38,7 @@ def ordered_prefill(
     sinks: Tensor | None = None,
     kv_dtype: str = "auto",
 ) -> None:
-    """Fill the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name: a request without rows has nothing to do."""
+    """Fill the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name; a request may have no rows."""
     _, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     count = tiles.shape[0]
@@ -71,7 +71,7 @@ def _ordered_prefill(
     WINDOW_PIECE: tl.constexpr, SINKS: tl.constexpr, SLOTS: tl.constexpr, CODES: tl.constexpr,
 ):
     head = tl.program_id(0)
-    part = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows of a prompt, which take longest, are first
+    part = tl.num_programs(1) - 1 - tl.program_id(1)  # a prompt's last rows take longest: they are first
     PARTS: tl.constexpr = TILE_QUERIES // QUERIES
     request = tl.load(tiles_ptr + part // PARTS * 2)
     offset = tl.load(tiles_ptr + part // PARTS * 2 + 1) + part % PARTS * QUERIES
@@ -92,7 +92,7 @@ def _ordered_prefill(
     slab = kv_ptr + (head // GROUP) * head_stride
 
     factor = scale * LOG2E
-    # Of the whole, and of the piece that is being read.
+    # Sums over all completed pieces, and over the piece that is being read.
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     weight = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, PADDED], tl.float32)
@@ -102,7 +102,7 @@ def _ordered_prefill(
     end = tl.minimum(cached + offset + QUERIES, length)
     oldest = tl.maximum(cached + offset - WINDOW + 1, 0) if WINDOW > 0 else 0
     begin = oldest // TILE * TILE
-    # Tiles of keys that every row sees need no mask; with a window there are too few of them to treat apart.
+    # Tiles of keys that every row sees need no mask; with a window there are too few of them for a separate loop.
     whole = (cached + offset + 1) // TILE * TILE if WINDOW == 0 else begin
     blocks = tile_blocks(table, begin, oldest, end, BLOCK, TILE, WINDOW)
     for start in range(begin, whole, TILE):
@@ -129,7 +129,7 @@ def _take(
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     WINDOW_PIECE: tl.constexpr, MASKED: tl.constexpr, CODES: tl.constexpr,
 ):
-    """Take one tile of keys into the piece, and the piece into the whole if it ends there."""
+    """Add one tile of keys to the sums of a piece; where a piece begins, first add the previous one to the total."""
     n = start + tl.arange(0, TILE)
     own = None
     if MASKED:

@@ -1,9 +1,9 @@
-"""How attention in the order of `softmax.py` is cut into programs.
+"""How attention in the order of `softmax.py` is divided into programs.
 
-Plain arithmetic: the host does it for a step, the planner for its memory. Keys form pieces whose bounds are positions
-of a sequence. Requests with one new token have one program for the whole sequence, or, where that leaves the device
-idle, one for each piece; that changes no bit. Requests with a few new tokens (drafts that are verified, the end of a
-prompt) likewise, all of these in one program; those with more are cut into tiles of queries.
+Plain arithmetic: the host uses it for every step, the planner to size memory. Keys form pieces whose bounds are
+positions of a sequence. A request with one new token has one program for the whole sequence or, where that would leave
+the device idle, one program per piece; the result has the same bits. So does a request with a few new tokens (draft
+tokens to verify, the end of a prompt), all of them in one program; one with more is cut into tiles of queries.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-TILE = 64  # keys at a time; every piece begins at a multiple of it
+TILE = 64  # keys per tile; every piece begins at a multiple of it
 PIECE = 128  # keys of the smallest piece
-BUSY = 264  # programs that keep a device busy; below that, sequences are split between programs
-PROGRAMS = 132 * 16  # most of a launch; of n programs each takes every n-th item
-FIELDS = 10  # of an item
-TILE_QUERIES = 128  # of a tile of queries
-QUERIES = 16  # most new tokens of a request that is not cut into tiles of queries
-LONG = 1024  # tokens from which programs of their own for its pieces are worth it, where such requests are few
-MOST_ITEMS = 256  # of such requests, where pieces have programs of their own
-_LONGEST = 8192 << 10  # positions that a sequence may have
+BUSY = 264  # number of programs that keep a device busy; below that, sequences are split between programs
+PROGRAMS = 132 * 16  # maximum number of programs per launch; of n programs each processes every n-th item
+FIELDS = 10  # int32 numbers per item
+TILE_QUERIES = 128  # queries per tile of queries
+QUERIES = 16  # maximum number of new tokens of a request that is not cut into tiles of queries
+LONG = 1024  # tokens from which a request with a few new tokens is split into pieces, if such requests are few
+MOST_ITEMS = 256  # maximum number of items of requests with a few new tokens that are split into pieces
+_LONGEST = 8192 << 10  # maximum number of positions of a sequence
 
 
 def window_piece(window: int | None) -> int:
-    """Return the positions of a piece where rows see a window of keys; 0 where they see all, and pieces grow."""
+    """Return the positions per piece for rows that see a window of keys; 0 for rows that see all, whose pieces grow."""
     return 0 if window is None else max(PIECE, (1 << (window - 1).bit_length()) // 8)
 
 
 @cache
 def bounds(window: int | None) -> list[int]:
-    """Return where pieces begin. Without a window that is 8 of 128 positions, up to 8,192 of 256, then 16 whenever the
-    position doubles."""
+    """Return the positions at which pieces begin. Without a window: 8 pieces of 128 positions, then pieces of 256 up to
+    8,192, then 16 pieces for every doubling of the position."""
     if window is not None:
         return list(range(0, _LONGEST + 1, window_piece(window)))
     made = [*range(0, 1024, PIECE), *range(1024, 8192, 256)]
@@ -52,22 +52,22 @@ def _bounds_array(window: int | None) -> npt.NDArray[np.int64]:
 
 @cache
 def num_pieces(longest: int) -> int:
-    """Return the most pieces of a sequence of `longest` tokens, with a window or without."""
+    """Return the maximum number of pieces of a sequence of `longest` tokens, with or without a window."""
     return bisect.bisect_left(bounds(None), longest)
 
 
 def max_splits(requests: int, longest: int, kv_heads: int) -> int:
-    """Return the most items of n sequences of up to `longest` tokens: few of them can be split at a time."""
+    """Return the maximum number of items of n sequences of up to `longest` tokens; only a few can be split at once."""
     return requests + min(requests, BUSY // kv_heads) * (num_pieces(longest) - 1)
 
 
 def max_items(requests: int, longest: int, kv_heads: int) -> int:
-    """Return the most items of n sequences; room for some of QUERIES rows."""
+    """Return the maximum number of items of n sequences, at least enough for some requests with QUERIES rows."""
     return max(max_splits(requests, longest, kv_heads), QUERIES * min(MOST_ITEMS, 2 * num_pieces(longest)))
 
 
 def scratch_bytes(items: int, slots: int, heads: int, kv_heads: int, dim: int) -> int:
-    """Return the bytes of kernels.batch.DecodeScratch."""
+    """Return the size of kernels.batch.DecodeScratch in bytes."""
     return 4 * (items * heads * (dim + 2) + slots * kv_heads)
 
 
@@ -78,10 +78,10 @@ def decode_splits(
     kv_heads: int,
     window: int | None,
 ) -> npt.NDArray[np.int32]:
-    """Return [items, FIELDS] for requests with one new token each: the row of its query, its row of the block tables,
-    the item's first key and the one past the last, the oldest key that it sees (before the first: all), items of the
-    request, which of them this is, where the request's first piece leaves its sums, its new tokens, and its tokens. The
-    items with most keys are first, for an even end."""
+    """Return [items, FIELDS] for requests with one new token each: the row of the query, the row of the block tables,
+    the item's first key, the one past its last, the oldest visible key (0 or less: all), the number of the request's
+    items, the index of this one, the index of the sums of the request's first piece, its number of new tokens, and its
+    length. Items with most keys come first, so that programs complete at about the same time."""
     origin = _origin(seq_lens, window)
     span = seq_lens - origin
     split = span > max(PIECE, span.sum() * kv_heads // BUSY)
@@ -89,7 +89,7 @@ def decode_splits(
 
 
 def prefill_tiles(requests: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Return [tiles, 2]: request and the first of its rows; those that see most keys first, for an even end."""
+    """Return [tiles, 2]: request and its first row in the tile; tiles that see most keys first, to balance the load."""
     tiles = -(-counts // TILE_QUERIES)
     starts = np.cumsum(tiles) - tiles
     first = (np.arange(tiles.sum()) - np.repeat(starts, tiles)) * TILE_QUERIES
@@ -105,16 +105,16 @@ def short_chunk_splits(
     window: int | None,
     whole: bool = False,
 ) -> npt.NDArray[np.int32]:
-    """Return [items, FIELDS] for requests with a few new tokens each, an item a piece, or with `whole` an item a
-    request; `rows`: the first of each."""
+    """Return [items, FIELDS] for requests with a few new tokens each: one item per piece, or with `whole` one per
+    request; `rows`: the first row of each request."""
     return _items(rows, slots, seq_lens, counts, _origin(seq_lens - counts + 1, window),
                   np.full(len(rows), not whole), window)
 
 
 def short_chunks(counts: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], kv_heads: int, most_items: int,
                  most_pieces: int) -> tuple[npt.NDArray[np.bool_], bool]:
-    """Choose the requests whose few new tokens are better attended together than as a tile of queries, and whether each
-    is one item: where they keep the device busy that way. `most_pieces`: that there is room for where they are cut."""
+    """Choose the requests whose few new tokens are better processed as items than as a tile of queries. Also return
+    whether each is one item, which it is if that keeps the device busy. `most_pieces`: upper bound of their pieces."""
     few = (counts > 1) & (counts <= QUERIES)
     number = int(few.sum())
     if number * kv_heads >= BUSY // 2 and number <= most_items:
@@ -149,7 +149,7 @@ def _items(
 
 
 def few_decode_splits(slots: list[int], seq_lens: list[int], kv_heads: int, window: int | None) -> list[int]:
-    """Split as `decode_splits` does, one after another, for rows 0, 1 and so on: for a few of them this is faster."""
+    """Return the items of `decode_splits` for rows 0, 1 and so on, in plain Python: faster for a few rows."""
     spans = []
     for length in seq_lens:
         oldest = 0 if window is None else length - window

@@ -2,19 +2,19 @@
 
 Two paths, chosen by the number of tokens alone:
 
-- up to FEW_TOKENS: a program streams its share of one (token, expert) pair's weights; nothing is sorted, and the second
-  product adds a token's experts up as it goes;
-- above: pairs are sorted by expert on the device, and tiles of rows that share an expert go through the tensor cores.
+- up to FEW_TOKENS: a program streams its part of one (token, expert) pair's weights; nothing is sorted, and the second
+  product also adds up a token's experts;
+- above: pairs are sorted by expert on the device, and the tensor cores multiply tiles of rows that share an expert.
 
-A row's result depends on the row alone within a path: its sums over k have one order, and its experts are added in the
-router's order. Between the paths results differ in rounding: the first rounds share * h to the activation's type and
-adds the experts in float32, the second rounds h and each expert's output. Small tiles of unpacked weights go through
-mma.sync and the others through wgmma, whose sums may differ in their last bits. Of the largest steps experts in FP8 are
-dequantised first, and rounded so. A batch-invariant format (`ordered`) keeps to wgmma, where the size of a tile makes
-no difference, dequantises nothing first, and sums and rounds a few tokens as many. Where kernels/cuda/mixture.py serves
-such a format, both paths take their products from there.
-No shape depends on the routing and the host never waits, so a CUDA graph can hold all of it: grids are as large as the
-worst routing needs, and programs without work leave at once.
+Within a path a row's result depends on that row alone: its sums over k have one order, and its experts are added in the
+router's order. Between the paths results differ in rounding: the first rounds share * h to the activations' type and
+adds the experts in float32, the second rounds h and each expert's output. Small tiles of unpacked weights use mma.sync
+and the others wgmma, whose sums may differ in their last bits. In the largest steps FP8 experts are dequantised first,
+which rounds them. A batch-invariant format (`ordered`) uses wgmma only, for which the tile size makes no difference,
+dequantises nothing first, and sums and rounds a few tokens as it does many. Where kernels/cuda/mixture.py supports such
+a format, both paths use its products.
+No shape depends on the routing and the host never waits, so a CUDA graph can contain all of it: grids are sized for the
+worst routing, and programs without work return at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from spillover.kernels.triton.moe.moe_routing import combine, route, sort_by_exp
 from spillover.kernels.triton.moe.moe_widen import wide_room, widen
 
 FEW_TOKENS = 8
-ARRIVALS = 1 << 16  # token times tile of columns, at most
+ARRIVALS = 1 << 16  # maximum number of tokens times tiles of columns
 
 
 def mixture(
@@ -54,10 +54,10 @@ def mixture(
     few_tokens: int = FEW_TOKENS,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Send every token, x [T, H], scores [T, E] -> [T, H], through the k experts it scores highest.
+    """Send each token of x [T, H] through the k experts with its highest scores [T, E] -> [T, H].
 
     `first` [E, 2I, H] and `second` [E, H, I] are the experts' two products. With a `limit` the activation is the
-    clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows.
+    clamped SwiGLU, over alternating rows of gate and up; without it SiLU-mul, over all gate rows and then all up rows.
     """
     tokens = x.shape[0]
     if tokens == 0:
@@ -75,7 +75,7 @@ def mixture(
 
 
 def wide(x: Tensor, gemm: GroupedGemm, experts: int, k: int, inner: int) -> bool:
-    """Return whether the experts are dequantised for these rows, to dense ones."""
+    """Return whether the experts are first dequantised to dense weights for these rows."""
     return gemm.dequantizes and dequantizes(experts, k, 3 * inner * x.shape[1] * x.element_size(), x.shape[0])
 
 
@@ -100,7 +100,7 @@ def _many(
 
 
 def pair_room(x: Tensor, ids: Tensor, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what lies between the two products of `pair_products`, and, in `dtype`, what is added up after them."""
+    """Allocate the result of the first product of `pair_products` and, in `dtype`, that of the second."""
     pairs = ids.numel()
     return (torch.empty(pairs, inner, dtype=x.dtype, device=x.device),
             torch.empty(pairs, x.shape[1], dtype=dtype, device=x.device))
@@ -110,11 +110,11 @@ def pair_products(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None,
     tiles: Tiles, h: Tensor, parts: Tensor, out: Tensor | None, slots: Tensor | None = None,
 ) -> None:
-    """Compute parts[pair] = share * what its expert makes of its token, without the share if `first` is ordered; out
-    [T, H], where given, their sums over k.
+    """Compute parts[pair] = share * its expert's output for its token, without the share if `first` is ordered, and
+    their sums over k into `out` [T, H], if given.
 
-    `slots` int32 [E]: `first` and `second` are stacks of slots, and this is where each expert lies. Pairs whose expert
-    is in none (-1) are left out; there must be no `out` then.
+    `slots` int32 [E]: the slot of each expert, if `first` and `second` are stacks of slots. Pairs whose expert is in
+    none (-1) are skipped; `out` must be None if there are any.
     """
     if tiles[0].kernel:
         cuda.pair_products(x, ids, shares, first, second, limit, tiles, h, parts, out, slots)
@@ -140,7 +140,7 @@ def pair_products(
 
 
 def tile_room(x: Tensor, ids: Tensor, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what lies between the two products of `tile_products`, and what comes out of them."""
+    """Allocate the result of the first product of `tile_products` and, in `dtype`, that of the second."""
     pairs = ids.numel()
     return (torch.empty(pairs, inner, dtype=x.dtype, device=x.device),
             torch.empty(pairs, x.shape[1], dtype=dtype, device=x.device))
@@ -150,7 +150,7 @@ def tile_products(
     x: Tensor, order: Tensor, places: Tensor, k: int, first: Experts, second: Experts, limit: float | None,
     tiles: Tiles, h: Tensor, rows: Tensor, slots: Tensor | None = None,
 ) -> None:
-    """Compute rows[pair] = what its expert makes of its token; `order` and `places` as `sort_by_expert` makes them.
+    """Compute rows[pair] = its expert's output for its token; `order` and `places` are those of `sort_by_expert`.
 
     `slots` int32 [E]: as in `pair_products`.
     """
@@ -175,7 +175,7 @@ def tile_products(
 
 
 def _layout(stack: Experts) -> dict[str, int | bool]:
-    """Return whether a stack has biases, and how far its experts lie apart: a number that the compiler knows."""
+    """Return whether a stack has biases, and the strides between its experts, as constants for the compiler."""
     return {
         "BIAS": stack.bias is not None,
         "W_STRIDE": stack.values.stride(0),
@@ -186,11 +186,11 @@ def _layout(stack: Experts) -> dict[str, int | bool]:
 
 @cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Return the counters of `experts_down_pairs`: every launch leaves them zero. Launches must not run side by
-    side."""
+    """Return the counters of `experts_down_pairs`: every launch leaves them at zero. Launches must not run
+    concurrently."""
     return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return a tensor for a kernel, which takes a pointer also where it reads nothing."""
+    """Return `tensor`, or `other` as a pointer that the kernel needs but does not read."""
     return other if tensor is None else tensor

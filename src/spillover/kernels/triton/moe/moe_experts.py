@@ -1,7 +1,7 @@
-"""The two products of a mixture's MLP: over tiles of rows that share an expert, or a row a program for few tokens.
+"""The two products of a mixture's MLP: over tiles of rows that share an expert, or one row per program for few tokens.
 
-Experts lie in a stack, W_STRIDE, SCALE_STRIDE and BIAS_STRIDE elements apart. Where `slots_ptr` is given the stack is
-of slots, slots[expert] is where an expert lies, and pairs whose expert is in none (-1) are left alone.
+Experts are stored in a stack, W_STRIDE, SCALE_STRIDE and BIAS_STRIDE elements apart. Where `slots_ptr` is given the
+stack is indexed by slot, slots[expert] is the slot of an expert, and pairs whose expert is in none (-1) are skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spillover.kernels.triton.moe.moe_product import (
     row_product,
 )
 
-ALPHA = tl.constexpr(1.702)  # as kernels.activation.SWIGLU_ALPHA
+ALPHA = tl.constexpr(1.702)  # equal to kernels.activation.SWIGLU_ALPHA
 
 
 @triton.jit
@@ -67,9 +67,9 @@ def experts_gate_up_pairs(
     BIAS_STRIDE: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Compute the first product with its activation, of one token by one expert: h[pair] = share * act(...).
+    """Compute the first product with its activation, for one token and one expert: h[pair] = share * act(...).
 
-    With ORDERED shares are left to the second product, as `experts_gate_up_tiles` leaves them to `combine`.
+    With ORDERED the second product applies the shares, as `combine` does after `experts_gate_up_tiles`.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -141,12 +141,12 @@ def experts_down_pairs(
     W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, SUM: tl.constexpr,
     ORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Compute the second product of one token by one expert; with SUM the last program adds up its experts.
+    """Compute the second product for one token and one expert; with SUM the last program adds up the token's experts.
 
-    They are added in the router's order whoever is last. h carries the shares already; with ORDERED parts are without
-    them, and the sum is that of `combine`. `arrived` counts the programs
-    that are done with a token's columns; it is zero before and after. Without SUM the parts are left as they are, which
-    is how it must be where not every expert has a slot.
+    They are added in the router's order whichever program is last. h is already multiplied by the shares; with ORDERED
+    it is not, nor are the parts, and the sum is that of `combine`. `arrived` counts the completed programs of a token's
+    columns; it is zero before and after. Without SUM the parts are not added up, as is required where some expert has
+    no slot.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -174,7 +174,7 @@ def experts_down_pairs(
         total += bias if ORDERED else bias * tl.load(shares_ptr + pair)
     tl.store(parts_ptr + pair.to(tl.int64) * HIDDEN + column, total.to(parts_ptr.dtype.element_ty), mask=inside)
     if SUM:
-        tl.debug_barrier()  # every thread has stored before the program counts itself done
+        tl.debug_barrier()  # all threads have stored before the program increments the counter
         counter = arrived_ptr + token * n_tiles + tile
         if tl.atomic_add(counter, 1, sem="acq_rel") == TOP_K - 1:
             total = tl.zeros((BLOCK_N,), tl.float32)
@@ -193,10 +193,10 @@ def experts_down_pairs(
 def _gate_up_rows(
     first_column, INNER: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return the rows of the weights, and of their scales, that make BLOCK_N columns of h: gate, up, gate, up."""
+    """Return the rows of weights and of scales for BLOCK_N columns of h, in the order gate, up, gate, up."""
     row = tl.arange(0, 2 * BLOCK_N)
     column = tl.minimum(first_column + row // 2, INNER - 1)
-    if CLAMPED:  # they alternate in the checkpoint too
+    if CLAMPED:  # gate and up rows alternate in the checkpoint too
         w_rows = 2 * column + row % 2
     else:
         w_rows = row % 2 * INNER + column

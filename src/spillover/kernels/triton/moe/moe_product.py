@@ -1,7 +1,7 @@
-"""A tile of a product with one expert's weights, in each form the weights are kept in.
+"""A tile of a product with one expert's weights, for every format in which weights are stored.
 
-Weights are the left operand: their rows fill the tensor cores' long side, so that few tokens waste little, and what is
-unpacked in registers is fed to them from there. A row of x meets its weights in one order of k whatever the tile.
+Weights are the left operand: their rows fill the long side of the tensor cores, so that few tokens waste little, and
+weights unpacked in registers are used from there. A row of x is multiplied in the same order of k for every tile.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ CUDA = tl.constexpr(grouped_gemm.CUDA)
 INT4 = tl.constexpr(int_experts.FIRST_CODE)  # in groups of 32, then of 64 and of 128
 INT8 = tl.constexpr(INT4.value + len(int_experts.GROUPS))
 INT_END = tl.constexpr(INT8.value + len(int_experts.GROUPS))
-GGUF4 = tl.constexpr(gguf_experts.FIRST_CODE)  # as gguf_experts.KINDS has them
+GGUF4 = tl.constexpr(gguf_experts.FIRST_CODE)  # in the order of gguf_experts.KINDS
 GGUF_HALVES = tl.constexpr(GGUF4.value + 2)
 GGUF_END = tl.constexpr(GGUF4.value + len(gguf_experts.KINDS))
 
-GROUP = tl.constexpr(mxfp4.GROUP)  # values a scale
+GROUP = tl.constexpr(mxfp4.GROUP)  # values per scale
 SCALE_PADDING = tl.constexpr(mxfp4.SCALE_PADDING)
 FP8_BLOCK = tl.constexpr(fp8_block.BLOCK)  # rows and columns of FP8 weights that share a scale
 
-# Moved to the bits of a wider type, codes are a power of two below their value: in bfloat16 2**-126 for MXFP4, 2**-120
-# for FP8; in float16 2**-14 for MXFP4. Activations carry part of what is missing, which is exact for them, and the
-# scales the rest.
-BFLOAT16_SHIFT = tl.constexpr(64)  # in tiles, MXFP4 scales from 2**-61 to 2**65 come out exact
-FLOAT16_SHIFT = tl.constexpr(2)  # those from 2**-21 to 2**3
+# Codes whose bits are moved into a wider type are too small by a power of two: in bfloat16 2**-126 for MXFP4, 2**-120
+# for FP8; in float16 2**-14 for MXFP4. Part of the missing factor is multiplied into the activations, which is exact,
+# and the rest into the scales.
+BFLOAT16_SHIFT = tl.constexpr(64)  # log2 of the activations' part; MXFP4 scales from 2**-61 to 2**65 are exact in tiles
+FLOAT16_SHIFT = tl.constexpr(2)  # likewise for float16; MXFP4 scales from 2**-21 to 2**3 are exact
 FP8_REST = tl.constexpr(2.0 ** (120 - 64))
 
-# The interpreter knows no assembly and no bfloat16 arithmetic, and computes the same numbers in float32; the device
-# unpacks two values an instruction.
+# The interpreter supports neither assembly nor bfloat16 arithmetic, and computes the same numbers in float32; the
+# device unpacks two values per instruction.
 ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
-# A byte's nibbles are moved to where bfloat16 has its sign, the low bits of its exponent and the top of its mantissa.
+# Moves the nibbles of a byte to bfloat16's sign, the low bits of its exponent and the top bit of its mantissa.
 _SPREAD_TO_BFLOAT16 = tl.constexpr("""{
 .reg .b32 low, high, sign, rest;
 prmt.b32 low, $4, 0, 0x1404;
@@ -61,7 +61,7 @@ shr.u32 rest, high, 6;
 and.b32 rest, rest, 0x01C001C0;
 lop3.b32 $3, high, 0x80008000, rest, 0xEA;
 }""")
-# All of a float16's bits that a code can set are in its upper byte.
+# A code sets bits in the upper byte of a float16 only.
 _SPREAD_TO_FLOAT16 = tl.constexpr("""{
 .reg .b32 even, odd, sign;
 shl.b32 sign, $4, 4;
@@ -91,8 +91,8 @@ lop3.b32 $1, high, 0x80008000, rest, 0xEA;
 
 @triton.jit
 def activation_columns(column, width, FORMAT: tl.constexpr):
-    """Return where the input of a product keeps a column: for codes of 4 bits even ones first, as a byte holds two
-    weights; for kernels/cuda/mixture.cu in the order of its instructions (`place` there)."""
+    """Return the index at which a product's input stores a column: even columns first for codes of 4 bits, as a byte
+    holds two weights; for kernels/cuda/mixture.cu in the order of its instructions (`place` there)."""
     if FORMAT == MXFP4 or (FORMAT >= INT4 and FORMAT < INT8) or FORMAT == GGUF4:  # noqa: SIM109
         return (column % 2) * (width // 2) + column // 2
     if FORMAT >= CUDA + INT8 and FORMAT != CUDA + GGUF4:
@@ -109,7 +109,7 @@ def activation_columns(column, width, FORMAT: tl.constexpr):
 
 @triton.jit
 def activation_values(value, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Return float32 activations as the input of a product keeps them."""
+    """Return float32 activations scaled and rounded as a product's input stores them."""
     if FORMAT == CUDA + FP8 or FORMAT >= CUDA + INT4:
         value *= 0.0625
     elif FORMAT >= CUDA or (FORMAT > DENSE and FORMAT < INT4):
@@ -119,9 +119,9 @@ def activation_values(value, dtype: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def mxfp4_factor(scale, dtype: tl.constexpr):
-    """Return E8M0 scales as what unpacked codes are multiplied by."""
+    """Return the factors that unpacked codes are multiplied by, from E8M0 scales."""
     if dtype == tl.float16:
-        # A scale of 2**(s - 127), 2**14 for the code, less the shift: the exponent field, whose bias is 15.
+        # The exponent field, with a bias of 15, of the scale 2**(s - 127) times 2**14 for the code, less the shift.
         exponent = tl.minimum(tl.maximum(scale.to(tl.int32) - (127 - 14 - 15 + FLOAT16_SHIFT), 0), 30)
         factor = (exponent << 10).to(tl.uint16).to(tl.float16, bitcast=True)
     else:
@@ -132,7 +132,7 @@ def mxfp4_factor(scale, dtype: tl.constexpr):
 
 @triton.jit
 def spread_mxfp4(codes, dtype: tl.constexpr):
-    """Spread codes uint8 [N, B] -> even and odd ones [N, B] each, as 2**-14 (float16) or 2**-126 of their value."""
+    """Unpack codes uint8 [N, B] -> even and odd ones [N, B] each, as 2**-14 (float16) or 2**-126 of their values."""
     if not ASSEMBLY:
         wide = codes.to(tl.uint32)
         even = (((wide & 0x8) << 28) | ((wide & 0x7) << 22)).to(tl.float32, bitcast=True)
@@ -153,7 +153,7 @@ def spread_mxfp4(codes, dtype: tl.constexpr):
 
 @triton.jit
 def spread_fp8(codes):
-    """Spread float8e4nv -> 2**-120 of the value."""
+    """Unpack float8e4nv -> 2**-120 of the values, in bfloat16."""
     if ASSEMBLY:
         wide = tl.inline_asm_elementwise(_SPREAD_FP8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
@@ -163,7 +163,7 @@ def spread_fp8(codes):
 
 @triton.jit
 def multiply(w, x, total):
-    """Multiply w [N, K], x [M, K] -> total + w @ x.T, with w turned into x's type."""
+    """Multiply w [N, K], x [M, K] -> total + w @ x.T, with w converted to x's type."""
     if ASSEMBLY:
         total = tl.dot(w.to(x.dtype), tl.trans(x), total, input_precision="ieee")
     else:
@@ -178,15 +178,15 @@ def product(
 ):
     """Return total + sum over k of w[w_rows, k] * x[x_rows, k], float32 [N, M].
 
-    `w_ptr` and `scale_ptr` point at one expert; `scale_rows` [N] are the rows its scales are in. Rows of x outside
-    `x_mask` count as zero. `k_end` is K again, as a number the compiler does not know, or it would unroll the loop.
+    `w_ptr` and `scale_ptr` point to one expert; `scale_rows` [N] are the rows of its scales. Rows of x outside `x_mask`
+    count as zero. `k_end` equals K but is not a constant, so that the compiler does not unroll the loop.
     """
     x_from = x_ptr + x_rows.to(tl.int64)[:, None] * K
     if FORMAT >= INT4 and FORMAT < INT_END:
-        # Numbers as GroupedInt.dequantize makes them, rounded to the type of x. K is a multiple of BLOCK_K.
+        # Weights are those of GroupedInt.dequantize, rounded to the type of x. K is a multiple of BLOCK_K.
         index: tl.constexpr = (FORMAT - INT4) % 3
         group: tl.constexpr = 32 if index == 0 else 64 if index == 1 else 128
-        share: tl.constexpr = 1 if FORMAT >= INT8 else 2  # codes of a byte
+        share: tl.constexpr = 1 if FORMAT >= INT8 else 2  # codes per byte
         tl.static_assert(K % BLOCK_K == 0 and BLOCK_K % group == 0)
         byte = tl.arange(0, BLOCK_K // share)
         w_from = w_ptr + w_rows[:, None] * (K // share)
@@ -206,7 +206,7 @@ def product(
                 total = multiply(((codes & 15).to(tl.int32) - zero) * scale, even, total)
                 total = multiply(((codes >> 4).to(tl.int32) - zero) * scale, odd, total)
     elif FORMAT >= GGUF4 and FORMAT < GGUF_END:
-        # Numbers as GgufExperts.dequantize makes them, rounded to the type of x. K is a multiple of BLOCK_K.
+        # Weights are those of GgufExperts.dequantize, rounded to the type of x. K is a multiple of BLOCK_K.
         halves: tl.constexpr = FORMAT >= GGUF_HALVES
         offsets: tl.constexpr = FORMAT != GGUF_HALVES
         codes_a_byte: tl.constexpr = 2 if FORMAT == GGUF4 else 1
@@ -237,7 +237,7 @@ def product(
                 total = multiply((codes >> 4) * scale + offset, odd, total)
     elif FORMAT == MXFP4:
         half: tl.constexpr = K // 2
-        # Rows of scales are padded, so that a tile's share of one is whole words.
+        # Rows of scales are padded, so that a tile reads whole words of each.
         groups: tl.constexpr = (K // GROUP + SCALE_PADDING - 1) // SCALE_PADDING * SCALE_PADDING
         byte = tl.arange(0, BLOCK_K // 2)
         group = tl.arange(0, BLOCK_K // GROUP)
@@ -292,9 +292,9 @@ def row_product(
 ):
     """Return the sum over k of w[w_rows, k] * x[x_row, k], float32 [N]; the arguments are those of `product`.
 
-    With ORDERED it is what `product` makes of a tile of 16 rows, by the same instructions. Else: the tensor cores take
-    eight rows of x at least, and with scaled weights each of the eight holds another group of values of the one row
-    that share a scale, so that what comes out is a sum a group, and its scale is one multiplication.
+    With ORDERED this is one row of a tile of 16 in `product`, by the same instructions. Otherwise: tensor cores need at
+    least eight rows of x, so with scaled weights each of the eight holds a different group of the values of the one row
+    that share a scale. The result is then one sum per group, and applying its scale is one multiplication.
     """
     lane = tl.arange(0, 8)
     if ORDERED:

@@ -1,6 +1,6 @@
-"""Which experts a token goes to, where its rows lie when they are grouped by expert, and the sum that ends it.
+"""Routing of tokens to experts, the order of their rows when grouped by expert, and the weighted sum of the experts.
 
-All on the device: nothing here waits for the host or makes a shape depend on the routing.
+All of it is on the device: nothing here waits for the host or makes a shape depend on the routing.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from spillover.kernels.formats.grouped_gemm import GroupedGemm
 from spillover.kernels.triton.launch import early
 from spillover.kernels.triton.moe.moe_product import activation_columns, activation_values
 
-_COLUMNS = 512  # of activations that a program of the routing copies
-_CHUNK = 4096  # pairs that a program of the sort looks at in one turn
+_COLUMNS = 512  # columns of activations that one program of the routing copies
+_CHUNK = 4096  # pairs that a program of the sort processes per iteration
 
 
 def route(
     scores: Tensor, x: Tensor, k: int, renormalize: bool, gemm: GroupedGemm,
     replay: Tensor | None = None, replay_at: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Route scores [T, E], x [T, H] -> (ids [T, k] int32, shares [T, k] float32, x as the first product wants it).
+    """Route scores [T, E], x [T, H] -> (ids [T, k] int32, shares [T, k] float32, x in the first product's layout).
 
-    Of equal scores the lower id comes first. Shares are those of a softmax over all experts; `renormalize` makes those
-    of the chosen ones add up to one, which is a softmax over them alone. `replay` int32 [N, k] with `replay_at` int32
-    [T], or [1] for every row: the ids of row t are replay[replay_at[t] % N] instead.
+    Of equal scores the lower id comes first. Shares are those of a softmax over all experts; `renormalize` scales the
+    shares of the chosen ones to add up to one, which is a softmax over these alone. `replay` int32 [N, k] with
+    `replay_at` int32 [T], or [1] for all rows: the ids of row t are replay[replay_at[t] % N] instead.
     """
     tokens, experts = scores.shape
     ids = torch.empty(tokens, k, dtype=torch.int32, device=x.device)
@@ -49,10 +49,10 @@ def route(
 
 
 def sort_by_expert(ids: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]:
-    """Sort ids [T, k] -> (order, tiles): the pairs t * k + j by expert, and how they fall into tiles.
+    """Sort ids [T, k] -> (order, tiles): the pairs t * k + j by expert, and their division into tiles.
 
-    tiles [most, 3] int32: expert, first position, end of the expert's positions. A tile is of one expert and takes up
-    to `tile` positions; the expert is -1 where there are fewer tiles than the routing could have made.
+    tiles [most, 3] int32: expert, first position, end of the expert's positions. A tile has up to `tile` positions of
+    one expert; the expert is -1 in unused entries, as the array is sized for the worst routing.
     """
     pairs = ids.numel()
     most = most_tiles(pairs, experts, tile)
@@ -68,19 +68,19 @@ def sort_by_expert(ids: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor
 
 
 def most_tiles(pairs: int, experts: int, tile: int) -> int:
-    """Return the most tiles that any routing of n pairs can make: each expert may end in one that is not full."""
+    """Return the maximum number of tiles over all routings of n pairs: the last tile of each expert may be partial."""
     return min(pairs, pairs // tile + min(experts, pairs))
 
 
 def count_by_rank(ids: Tensor, each: int, rows: Tensor) -> None:
-    """Add to rows int64 [ranks] how many of ids [T, k] are of each rank, which has `each` experts in turn."""
+    """Add to `rows` int64 [ranks] the number of ids [T, k] that belong to each rank; a rank has `each` experts."""
     pairs = ids.numel()
     _count_by_rank[(len(rows),)](ids, rows, pairs, EACH=each, CHUNK=min(_CHUNK, triton.next_power_of_2(pairs)),
                                  num_warps=4)
 
 
 def combine(rows: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add up rows [T * k, H], shares [T, k] -> sum over j of shares[:, j] * rows[t * k + j], in the order of j."""
+    """Return the sum over j, in its order, of shares[t, j] * rows[t * k + j]; rows [T * k, H], shares [T, k]."""
     tokens, k = shares.shape
     hidden = rows.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=rows.device)
@@ -124,7 +124,7 @@ def _route(
         for j in tl.static_range(K):
             value, index = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
             best = tl.where(slot == j, value, best)
-            chosen = tl.where(slot == j, tl.minimum(index, EXPERTS - 1), chosen)  # NaN finds none
+            chosen = tl.where(slot == j, tl.minimum(index, EXPERTS - 1), chosen)  # with NaN the index is out of range
             left = tl.where(expert == index, float("-inf"), left)
     top = tl.max(best, 0)
     shares = tl.exp(best - top)  # slots past K: 0
@@ -141,7 +141,7 @@ def _sort(
     ids_ptr, order_ptr, tiles_ptr, pairs, most,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Sort, one program an expert: each counts all experts' pairs, and then writes its own pairs and tiles."""
+    """Sort with one program per expert: it counts all experts' pairs, then writes the pairs and tiles of its expert."""
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     bins = tl.arange(0, PADDED)
@@ -158,7 +158,7 @@ def _sort(
         tl.store(entry, expert)
         tl.store(entry + 1, first + index * TILE)
         tl.store(entry + 2, first + count)
-    # Every program marks a share of the tiles that there might have been.
+    # Every program marks a part of the unused tiles.
     total = tl.sum(tiles, 0)
     for index in range(total + expert, most, EXPERTS):
         tl.store(tiles_ptr + index * 3, -1)

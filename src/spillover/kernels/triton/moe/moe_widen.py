@@ -1,6 +1,6 @@
-"""Experts kept in FP8, dequantised to the activations' type: for steps so large that every tile would do it again.
+"""Dequantisation of FP8 experts to the activations' type, for steps so large that many tiles would repeat it.
 
-A weight is its code times its block's scale, rounded once, as formats.fp8_block.dequantize makes it.
+A weight is its code times its block's scale, rounded once, as in formats.fp8_block.dequantize.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spillover.kernels.triton.moe.moe_product import FP8_BLOCK
 
 
 def wide_room(experts: int, hidden: int, inner: int, x: Tensor) -> tuple[Experts, Experts]:
-    """Allocate room for the two products of n experts, in the type of x."""
+    """Allocate the weights of both products of n experts, in the type of x."""
 
     def room(rows: int, columns: int) -> Experts:
         made = torch.empty(experts, rows, columns, dtype=x.dtype, device=x.device)
@@ -28,9 +28,9 @@ def wide_room(experts: int, hidden: int, inner: int, x: Tensor) -> tuple[Experts
 
 
 def widen(first: Experts, second: Experts, room: tuple[Experts, Experts], slots: Tensor | None = None) -> None:
-    """Dequantise both products of every expert into `room`, where each lies by its id.
+    """Dequantise both products of every expert into `room`, which is indexed by expert id.
 
-    `slots` int32 [E]: the stacks are of slots, and this is where each expert lies; those in none (-1) are left alone.
+    `slots` int32 [E]: the slot of each expert, if the stacks are indexed by slot; experts in none (-1) are skipped.
     """
     _widen_stack(first, room[0], slots)
     _widen_stack(second, room[1], slots)
@@ -43,7 +43,7 @@ def _widen_stack(stack: Experts, wide: Experts, slots: Tensor | None) -> None:
     blocks = stack.scales.shape[1], stack.scales.shape[2]
     _widen[(blocks[0] * blocks[1], experts)](
         stack.values, stack.scales, wide.values, slots, rows * columns,
-        PART=stack.weight.shape.output_sizes[0],  # rows of each of several matrices that were quantised apart
+        PART=stack.weight.shape.output_sizes[0],  # rows of each of several matrices that were quantised separately
         COLUMNS=columns, W_STRIDE=stack.values.stride(0), SCALE_STRIDE=stack.scales.stride(0),
         BLOCK=FP8_BLOCK.value, num_warps=8,
     )
@@ -54,7 +54,7 @@ def _widen(
     values_ptr, scales_ptr, wide_ptr, slots_ptr, wide_stride, PART: tl.constexpr, COLUMNS: tl.constexpr,
     W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Dequantise, a program a block of one expert that has a scale."""
+    """Dequantise with one program per block of one expert that shares a scale."""
     expert = tl.program_id(1).to(tl.int64)
     place = expert
     if slots_ptr is not None:
@@ -65,7 +65,7 @@ def _widen(
     across: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     down: tl.constexpr = (PART + BLOCK - 1) // BLOCK
     row_block = block // across
-    row = row_block % down * BLOCK + tl.arange(0, BLOCK)  # of its part
+    row = row_block % down * BLOCK + tl.arange(0, BLOCK)  # row within its matrix
     column = block % across * BLOCK + tl.arange(0, BLOCK)
     inside = (row < PART)[:, None] & (column < COLUMNS)[None, :]
     at = (row_block // down * PART + row)[:, None] * COLUMNS + column[None, :]

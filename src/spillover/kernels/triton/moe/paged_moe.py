@@ -1,6 +1,6 @@
-"""The mixture of experts on a CUDA device where not all of them are there: a step that pages, and one in passes.
+"""The mixture of experts on a CUDA device that does not hold all of them: a step with paging, and one in passes.
 
-The products and the order of every sum are those of `moe.mixture`; only where an expert lies is looked up.
+The products and the order of every sum are those of `moe.mixture`; only the slot of an expert is looked up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def paged_mixture(
     replay_at: Tensor | None = None, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
     patience: int = PATIENCE,
 ) -> Tensor:
-    """Compute what kernels.moe.paged_moe.paged_mixture does."""
+    """Compute what kernels.moe.paged_moe.paged_mixture does, on the device."""
     if scores.shape[0] == 0:
         return torch.empty_like(x)
     replayed = None if replay is None else (replay[:, layer], table.step if replay_at is None else replay_at)
@@ -61,7 +61,7 @@ def own_mixture(
     x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None,
     own: OwnExperts, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
 ) -> Tensor:
-    """Return the share of kernels.moe.moe.mixture that the rank's own experts have, of which the stacks are."""
+    """Return the contribution of this rank's experts, which are in the stacks, to kernels.moe.moe.mixture."""
     if scores.shape[0] == 0:
         return torch.empty_like(x)
     passes = PassedMixture(x, scores, k, renormalize, first.gemm, second.width, limit, few_tokens, tiles, whole=False)
@@ -73,18 +73,18 @@ def own_mixture(
 
 @cache
 def _own_slots(start: int, stop: int, experts: int, device: torch.device) -> Tensor:
-    """Return where each expert lies in stacks of those from `start` to `stop`, int32 [experts]."""
+    """Return the index of each expert in stacks of the experts from `start` to `stop`, int32 [experts]."""
     slots = torch.full((experts,), NONE, dtype=torch.int32)
     slots[start:stop] = torch.arange(stop - start, dtype=torch.int32)
     return slots.to(device)
 
 
 class PassedMixture:
-    """As kernels.moe.paged_moe.Passes. Pairs are routed and sorted at the start, and summed at the end.
+    """The CUDA form of kernels.moe.paged_moe.Passes. Pairs are routed and sorted at the start, and summed at the end.
 
-    The path and the tiles are those that `moe.mixture` takes for as many tokens, so that the result is the same bits.
-    Where that widens the experts, a pass does no more, and what it came for may leave at once: all products are at the
-    end.
+    The path and the tiles are those of `moe.mixture` for the same number of tokens, so that the result has the same
+    bits. Where that path widens the experts, a pass only widens them, after which their slots may be reused at once:
+    all products are computed at the end.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class PassedMixture:
         limit: float | None = None, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
         replay: tuple[Tensor, Tensor] | None = None, whole: bool = True,
     ) -> None:
-        """Route, and sort. `replay`: as `moe_routing.route` takes it. `whole`: every expert that is chosen comes in a
-        pass; else what others would add is left out."""
+        """Route and sort. `replay`: the last two arguments of `moe_routing.route`. `whole`: the passes cover every
+        chosen expert; otherwise the contribution of the experts in no pass is left out."""
         tokens, experts = scores.shape
         self._limit, self._k, self._dtype = limit, k, x.dtype
         self._empty = torch.empty_like(x) if tokens == 0 else None
@@ -111,7 +111,7 @@ class PassedMixture:
         self.ids, self._shares, self._x = route(scores, x, k, renormalize, gemm, *(replay or ()))
         few = gemm.few if tokens <= few_tokens else None
         self._few = few is not None
-        self._shared = self._few and not gemm.ordered  # rows carry their shares
+        self._shared = self._few and not gemm.ordered  # whether rows are already multiplied by their shares
         if few is not None:
             self._tiles = tiles or few
             self._h, self._rows = pair_room(self._x, self.ids, width, x.dtype if gemm.ordered else torch.float32)
@@ -124,7 +124,7 @@ class PassedMixture:
 
     def delegate(self, hosted: Tensor, layer: int, queue: HostExpertQueue) -> None:
         if self._empty is None:
-            assert self._wide is None, "so large a step leaves nothing to the host"
+            assert self._wide is None, "a step that widens its experts leaves none to the host"
             resolution = assign(self.ids, hosted)
             post(self._plain_x, resolution, layer, queue)
             self._hosted = (resolution, queue)
@@ -141,7 +141,7 @@ class PassedMixture:
             self._tile_products(first, second, slots_row)
 
     def whole(self, first: Experts, second: Experts, slots_row: Tensor) -> Tensor:
-        """Return the mixture in this one pass: every expert that was chosen has a slot."""
+        """Return the mixture from this single pass: every chosen expert has a slot."""
         if not self._few:
             self.add(first, second, slots_row)
             return self.end()
@@ -151,8 +151,7 @@ class PassedMixture:
         return out
 
     def end(self, hosted: tuple[Resolution, HostExpertQueue] | None = None, patience: int = PATIENCE) -> Tensor:
-        """Sum the passes, as Passes.end does. `hosted`: what was posted for the host, where that was not by
-        `delegate`."""
+        """Sum the passes, as Passes.end does. `hosted`: the pairs posted for the host, if not posted by `delegate`."""
         if self._empty is not None:
             return self._empty
         if self._wide is not None:

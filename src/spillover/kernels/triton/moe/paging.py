@@ -1,6 +1,6 @@
-"""The page table of the experts on a CUDA device: who is where, copies from host memory, the queue of host experts.
+"""The experts' page table on a CUDA device: updates of the table, copies from host memory, and the host expert queue.
 
-All of it is launches without the host: how much there is to do lies on the device, and a CUDA graph can hold it.
+Nothing here waits for the host: the amount of work is read from device memory, so a CUDA graph can contain all of it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.page_table import PATIENCE, PageTable, Resolution
 from spillover.kernels.triton.launch import early
 
-GATHER_PROGRAMS = 8  # each keeps GATHER_BYTES on their way over the link
+GATHER_PROGRAMS = 8  # number of programs that copy records; each has GATHER_BYTES in flight over the link
 GATHER_BYTES = 32 * 1024
 GATHER_WARPS = 8
-FEW_PROGRAMS = 16  # most that poll the queue themselves; of more, one that runs before them does, to spare the link
+FEW_PROGRAMS = 16  # maximum number of programs that poll the queue themselves; for more, a kernel before them polls
 
 _NONE = tl.constexpr(page_table.NONE)
 _OLDEST = tl.constexpr(page_table.OLDEST)
 _MOST_SLOTS = tl.constexpr(page_table.MOST_SLOTS)
-_NOBODY = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # the key of no slot
+_NOBODY = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # greater than the key of any slot
 _DONE, _POSTED, _FAILED = tl.constexpr(places.DONE), tl.constexpr(places.POSTED), tl.constexpr(places.FAILED)
 _LAYER, _COUNT, _TOKENS = tl.constexpr(places.LAYER), tl.constexpr(places.COUNT), tl.constexpr(places.TOKENS)
 _TURN, _GIVEN_UP = tl.constexpr(places.TURN), tl.constexpr(places.GIVEN_UP)
@@ -34,7 +34,7 @@ _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
-    """Resolve as kernels.moe.paging.resolve_reference does."""
+    """Do what kernels.moe.paging.resolve_reference does, on the device."""
     pairs, k, passes = ids.numel(), ids.shape[1], table.passes(ids.numel())
     assert pairs <= table.log.shape[2]
     counts = torch.empty(passes, 2, dtype=torch.int32, device=ids.device)
@@ -56,7 +56,7 @@ def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = No
 
 
 def assign(ids: Tensor, hosted: Tensor) -> Resolution:
-    """Assign as kernels.moe.paging.assign_reference does."""
+    """Do what kernels.moe.paging.assign_reference does, on the device."""
     pairs, k = ids.numel(), ids.shape[1]
     counts = torch.empty(2, dtype=torch.int32, device=ids.device)
     to_host = torch.empty(pairs, places.PAIR, dtype=torch.int32, device=ids.device)
@@ -72,19 +72,19 @@ def gather(
     resolution: Resolution, records: Tensor, slots: Tensor, programs: int = GATHER_PROGRAMS,
     nbytes: int = GATHER_BYTES, warps: int = GATHER_WARPS,
 ) -> None:
-    """Gather as kernels.moe.paging.gather does: `programs` read `nbytes` at a time each."""
+    """Do what kernels.moe.paging.gather does, with `programs` programs that read `nbytes` at a time each."""
     _gather_and_post(resolution, records, slots, None, None, 0, programs, nbytes, warps)
 
 
 def post(x: Tensor, resolution: Resolution, layer: int, mail: HostExpertQueue) -> None:
-    """Post as kernels.moe.paging.post_reference does."""
+    """Do what kernels.moe.paging.post_reference does, on the device."""
     _gather_and_post(resolution, None, None, x, mail, layer, 0, GATHER_BYTES, GATHER_WARPS)
 
 
 def gather_and_post(
     x: Tensor, resolution: Resolution, layer: int, records: Tensor, slots: Tensor, mail: HostExpertQueue,
 ) -> None:
-    """Run `gather` and `post` side by side."""
+    """Run `gather` and `post` concurrently in one launch."""
     _gather_and_post(resolution, records, slots, x, mail, layer, GATHER_PROGRAMS, GATHER_BYTES, GATHER_WARPS)
 
 
@@ -115,7 +115,7 @@ def collect(
     rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: HostExpertQueue | None, dtype: torch.dtype,
     shared: bool = False, patience: int = PATIENCE,
 ) -> Tensor:
-    """Collect as kernels.moe.paging.collect_reference does."""
+    """Do what kernels.moe.paging.collect_reference does, on the device."""
     tokens, k = shares.shape
     hidden = rows.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=rows.device)
@@ -154,7 +154,7 @@ def _resolve(
     row = layer * EXPERTS + expert
     slot = tl.load(slot_of_ptr + row, mask=real, other=_NONE)
     stamp = tl.load(stamp_ptr + row, mask=real, other=0)
-    worth = tl.load(worth_ptr + row, mask=real, other=0.0) + 0.0  # no negative zero
+    worth = tl.load(worth_ptr + row, mask=real, other=0.0) + 0.0  # turns minus zero into zero
     step = tl.load(step_ptr)
     first = tl.load(first_ptr + layer)
     end = tl.load(first_ptr + layer + 1)
@@ -180,7 +180,7 @@ def _resolve(
 
     key = _order(worth, stamp, step, slot - first)
     key = tl.where(there & (asked == 0), key, _NOBODY)
-    # There is a slot more than experts only before all have been filled: the table of owners is read only then.
+    # A slot of the layer is free only before all have been filled: the owners are read only then.
     slots = tl.where(tl.sum(there.to(tl.int32), 0) < end - first, end - first, 0)
     free = tl.load(owner_ptr + first + expert, mask=expert < slots, other=0) == _NONE
     free_key = tl.where(free, expert, PADDED)
@@ -204,7 +204,7 @@ def _resolve(
     tl.store(stamp_ptr + row, step, mask=asked)
 
     passing = missing & (rank >= placed)
-    over = rank - placed  # of those that pass
+    over = rank - placed  # index among the experts that pass through transit slots
     through = transit_first + over % TRANSIT
     for turn in tl.static_range(PASSES):
         now = passing & (over // TRANSIT == turn)
@@ -250,7 +250,7 @@ def _assign(
 
 @triton.jit
 def _to_host(ids, pair, mine, real, to_host_ptr, place_ptr, K: tl.constexpr):
-    """Write the pairs that are the host's, and for every pair which of them it is."""
+    """Write the pairs that the host computes, and for every pair its index among them."""
     place = tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(place_ptr + pair, tl.where(mine, place, _NONE), mask=real)
     tl.store(to_host_ptr + place * _PAIR, pair // K, mask=mine)
@@ -261,8 +261,8 @@ def _to_host(ids, pair, mine, real, to_host_ptr, place_ptr, K: tl.constexpr):
 
 @triton.jit
 def _order(worth, stamp, step, slot):
-    """Return int64, lowest first by: worth is infinite, used now or in the step before, worth, last use, slot."""
-    # The bits of floats are in the order of the floats once those below the sign of negative ones are turned.
+    """Return an int64 key that sorts by: worth is infinite, used in this or the last step, worth, last use, slot."""
+    # The bits of floats are ordered as the floats are once the bits below the sign of negative ones are inverted.
     bits = worth.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
     late = (worth == float("inf")).to(tl.int64) * 2 + (stamp >= step - 1).to(tl.int64)
@@ -290,7 +290,7 @@ def _gather_or_post(
     if records_ptr is not None:
         pieces = tl.cdiv(words, WORDS)
         word = tl.arange(0, WORDS)
-        count = tl.where(program < 0, program, tl.load(counts_ptr) * pieces)  # the one that posts copies nothing
+        count = tl.where(program < 0, program, tl.load(counts_ptr) * pieces)  # the program that posts copies nothing
         for piece in range(program, count, programs):
             entry = gathers_ptr + piece // pieces * 2
             expert = tl.load(entry).to(tl.int64)
@@ -313,7 +313,7 @@ def _post(
             at = start + lane
             inside = at < count * _PAIR
             tl.store(pairs_ptr + at, tl.load(hosted_ptr + at, mask=inside), mask=inside)
-        # Each pair's row, or all rows where that is less.
+        # Copy the row of each pair, or all rows if those are no more.
         for item in range(tl.minimum(count, tokens)):
             token = tl.load(hosted_ptr + item * _PAIR) if count < tokens else item
             for start in range(0, hidden, BLOCK):
@@ -324,7 +324,7 @@ def _post(
         tl.store(header_ptr + _COUNT, count)
         tl.store(header_ptr + _TOKENS, tokens)
         turn = tl.load(state_ptr + _TURN) + 1
-        tl.debug_barrier()  # every thread has stored, and read the turn
+        tl.debug_barrier()  # all threads have stored their data and read the turn
         tl.store(state_ptr + _TURN, turn)
         _release(header_ptr + _POSTED, turn)
 
@@ -351,7 +351,7 @@ def _collect(
             here = inside & (place < 0)
             away = inside & (place >= 0)
             row = tl.load(rows_ptr + pair * hidden + column, mask=here, other=0.0)
-            # Not from a cache: the host has written it since this address was last read.
+            # The load must bypass caches: the host has written to this address since it was last read.
             answer = tl.load(answers_ptr + place * hidden + column, mask=away, other=0.0, volatile=True)
             if SHARED:
                 total += tl.where(place >= 0, share * answer, row)
@@ -376,7 +376,7 @@ def _await_answer(counts_ptr, header_ptr, state_ptr, patience, EARLY: tl.constex
 
 @triton.jit
 def _await(counts_ptr, header_ptr, state_ptr, patience):
-    """Wait until the host has answered the latest post, if any. A device that gave up does not wait again."""
+    """Wait until the host has answered the latest post, if any. After one timeout the device does not wait again."""
     if tl.load(counts_ptr + 1) > 0:
         turn = tl.load(state_ptr + _TURN)
         left = tl.where(tl.load(state_ptr + _GIVEN_UP) != 0, 0, patience)
@@ -391,7 +391,7 @@ def _await(counts_ptr, header_ptr, state_ptr, patience):
 
 @triton.jit
 def _acquire(ptr):
-    """Load a number that the host writes after what it tells of."""
+    """Load a number that the host writes after the data it announces, so that the data is visible too."""
     if _ASSEMBLY:
         value = tl.inline_asm_elementwise(
             "ld.acquire.sys.global.s32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -403,7 +403,7 @@ def _acquire(ptr):
 
 @triton.jit
 def _release(ptr, value):
-    """Store a number that the host reads first: all that this program has stored before is seen with it."""
+    """Store a number that the host reads first; everything that this program stored before is then visible to it."""
     if _ASSEMBLY:
         tl.inline_asm_elementwise(
             "st.release.sys.global.s32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [ptr.to(tl.int64), value], dtype=tl.int32,
