@@ -1,12 +1,12 @@
-"""Tries what would stall, bloat or take over a server, and watches /health and memory meanwhile.
+"""Runs attacks that try to stall, bloat or take over a server, and watches /health and memory during each of them.
 
-    python benchmarks/attack.py                                  # all of them, on the default model
+    python benchmarks/attack.py                                  # all attacks, on the default model
     python benchmarks/attack.py --only many-messages --only pipelined
 
-Starts `spill serve` on a loopback address; each attack is bounded in count and time. It passes where /health was
-answered within 100 ms in 99 of 100 probes meanwhile (a separate process asks every 15 ms), memory is back within 20%
-afterwards, no answer was a 5xx that the attack does not allow, and what the attack itself checks holds. Exits with 1 if
-one does not pass.
+Starts `spill serve` on a loopback address; each attack is bounded in count and time. An attack passes if /health
+answered 99 of 100 probes within 100 ms while it ran (a separate process probes every 15 ms), memory returned to within
+20% of its earlier value, no answer was a 5xx that the attack does not allow, and the attack's own checks hold. Exits
+with 1 if an attack does not pass.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from server_process import HOST, ServerProcess, resident_nbytes
 
 PROBE_SECONDS = 0.015
 HEALTH_P99_SECONDS = 0.1
-MEMORY_SHARE, MEMORY_BYTES = 0.2, 16 << 20  # memory may stay higher by the larger of these
-LOOK_SECONDS = 0.2  # between two looks at memory
-SETTLE_SECONDS = 20.0  # for memory to come back
+MEMORY_SHARE, MEMORY_BYTES = 0.2, 16 << 20  # memory may stay higher than before by the larger of the two
+LOOK_SECONDS = 0.2  # seconds between two samples of memory
+SETTLE_SECONDS = 20.0  # maximum time for memory to return to its earlier value
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Outcome:
     health_max_ms: float = 0.0
     statuses: dict[str, int] = field(default_factory=dict)
     health_statuses: dict[str, int] = field(default_factory=dict)
-    num_5xx: int = 0  # that the attack does not allow
+    num_5xx: int = 0  # number of 5xx or missing answers that the attack does not allow
     rss_before_mb: float = 0.0
     rss_peak_mb: float = 0.0
     rss_after_mb: float = 0.0
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def probe(port: int, pipe: Pipe) -> None:
-    """Ask /health again and again until told to stop; then say how long each answer took, and what it was."""
+    """Probe /health until the pipe has a message; then send the seconds of each probe and the number of each status."""
     import http.client
 
     times: list[float] = []
@@ -76,7 +76,7 @@ def probe(port: int, pipe: Pipe) -> None:
                 connection.close()
                 connection = None
         except (OSError, http.client.HTTPException):
-            # A kept connection may be closed at any time: a client asks again, and the wait counts.
+            # A server may close a kept connection at any time: a quick failure on one is retried and not counted.
             if connection is not None:
                 connection.close()
             retried, connection = connection is not None, None
@@ -90,7 +90,7 @@ def probe(port: int, pipe: Pipe) -> None:
 
 
 def memory(server: ServerProcess) -> tuple[int, int]:
-    """Of the front, and of all the server's processes."""
+    """Return the resident bytes of the front, and those of all processes of the server."""
     front = resident_nbytes(psutil.Process(server.pid))
     return front, front + sum(resident_nbytes(child) for child in server.children())
 
@@ -158,7 +158,7 @@ def _judge(outcome: Outcome, attack: Attack, target: Target, times: list[float],
 
 
 def warm_up(server: ServerProcess) -> None:
-    """What any server does in its first minute, so that memory taken once is not charged to an attack."""
+    """Send requests of several kinds and sizes, so that memory that is allocated once is not charged to an attack."""
     target = Target(server)
     for _ in range(3):
         target.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8})
@@ -186,7 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=sorted(ATTACKS), help="may be given more than once")
     parser.add_argument("--output-json", type=Path)
-    parser.add_argument("--flag", action="append", default=[], help="of spill serve, e.g. --flag=--load-format=null")
+    parser.add_argument("--flag", action="append", default=[], help="for spill serve, e.g. --flag=--load-format=null")
     options = parser.parse_args()
     outcomes: list[Outcome] = []
     chosen = [ATTACKS[name] for name in options.only or ATTACKS]

@@ -1,6 +1,6 @@
-"""The attacks that attack.py runs: each yields '' while it goes on, and a sentence where something is wrong.
+"""The attacks that attack.py runs. Each yields '' while it makes progress, and a sentence for each problem it finds.
 
-A new one is a function with @attack(...); it is in the registry by that.
+To add one, write a function and decorate it with @attack(...), which registers it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Attack:
     name: str
     about: str
     run: Callable[[Target], Steps]
-    allowed: frozenset[int]  # 5xx, and 0 for no answer, that are right here
-    flags: tuple[str, ...]  # of the server
+    allowed: frozenset[int]  # 5xx statuses that the attack may cause; 0 stands for no answer
+    flags: tuple[str, ...]  # flags that the server is started with
 
 
 ATTACKS: dict[str, Attack] = {}
@@ -48,7 +48,7 @@ def attack(name: str, about: str, allowed: tuple[int, ...] = (),
 
 
 class Target:
-    """A server under attack, and the statuses that it answered with; 0 is no answer."""
+    """A server under attack, and the number of its answers by status; status 0 stands for no answer."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
@@ -82,7 +82,7 @@ class Target:
             yield made
 
     def many(self, n: int, work: Callable[[], Any], threads: int = 4) -> Steps:
-        """`work` n times from a few threads; yields meanwhile, so that memory is looked at."""
+        """Call `work` n times in a few threads; yield while they run, so that the caller can sample memory."""
         left = iter(range(n))
 
         def loop() -> None:
@@ -111,7 +111,7 @@ def _refused(target: Target, path: str, content: bytes, n: int = 32) -> Steps:
     yield f"not refused: {odd}" if odd else ""
 
 
-# Bodies that are small to send and large to work on
+# Bodies that are small to send and expensive to process
 
 _MESSAGE = b'{"role":"user","content":""},'
 
@@ -121,7 +121,7 @@ def many_messages(target: Target) -> Steps:
     yield from _refused(target, CHAT, b'{"messages":[' + _MESSAGE * (LARGEST // len(_MESSAGE)) + _MESSAGE[:-1] + b"]}")
 
 
-@attack("most-messages", "chats of the most messages that are taken, answered")
+@attack("most-messages", "chats of the maximum number of messages, which must be answered")
 def most_messages(target: Target) -> Steps:
     content = b'{"max_tokens":1,"messages":[' + _MESSAGE * 2047 + _MESSAGE[:-1] + b"]}"
     yield from target.many(48, lambda: target.post(CHAT, content))
@@ -158,13 +158,13 @@ def oversized(target: Target) -> Steps:
     yield from _refused(target, CHAT, b'{"messages":[' + _MESSAGE * 400_000 + _MESSAGE[:-1] + b"]}", n=24)
 
 
-@attack("long-prompt", "a prompt of 4 MB of text, and of escapes")
+@attack("long-prompt", "prompts of 4 MB of text, and of characters that JSON escapes")
 def long_prompt(target: Target) -> Steps:
     for text in ("ab " * (LARGEST // 3), '"' * (LARGEST // 2), "\n" * (LARGEST // 2), "é😀" * (LARGEST // 18)):
         yield from _refused(target, COMPLETIONS, json.dumps({"prompt": text}).encode(), n=12)
 
 
-@attack("many-values", "as many values as are taken, all of them wrong")
+@attack("many-values", "the maximum number of values in a body, all of them invalid")
 def many_values(target: Target) -> Steps:
     wrong: list[Any] = [{"prompt": [-1] * 262_000}, {"prompt": "a", "guided_choice": [1] * 262_000},
                         {"prompt": "a", "logit_bias": {f"a{i}": 1 for i in range(2000)}},
@@ -176,7 +176,7 @@ def many_values(target: Target) -> Steps:
     yield from _refused(target, CHAT, json.dumps(parts).encode(), n=12)
 
 
-@attack("endless-bodies", "bodies of the largest size that stop just before their end, for as long as they may")
+@attack("endless-bodies", "bodies of the maximum size that stop just before their end and stay open")
 def endless_bodies(target: Target) -> Steps:
     with contextlib.ExitStack() as stack:
         for _ in range(40):
@@ -187,7 +187,7 @@ def endless_bodies(target: Target) -> Steps:
                             f"Content-Length: {LARGEST}\r\n\r\n".encode() + b" " * (LARGEST - 100))
             yield ""
         status = target.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
-        yield "" if status == 200 else f"a small request beside them was answered with {status}"
+        yield "" if status == 200 else f"a small request sent at the same time was answered with {status}"
 
 
 # Grammars that take long to compile
@@ -205,7 +205,7 @@ _BOMBS: list[dict[str, Any]] = [
 ]
 
 
-@attack("grammar-bombs", "grammars that take long to compile, beside a trivial one", allowed=(0,))
+@attack("grammar-bombs", "grammars that take long to compile, and a trivial one at the same time", allowed=(0,))
 def grammar_bombs(target: Target) -> Steps:
     left = iter(_BOMBS * 2)
     trivial = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"choice": ["a", "b"]}}
@@ -220,14 +220,14 @@ def grammar_bombs(target: Target) -> Steps:
             begun = time.monotonic()
             status = target.post(COMPLETIONS, trivial, timeout=60)
             waited = time.monotonic() - begun
-            yield "" if status == 200 else f"the trivial grammar beside them was answered with {status}"
-            yield "" if waited < 20 else f"the trivial grammar beside them took {waited:.0f} s"
+            yield "" if status == 200 else f"the trivial grammar was answered with {status}"
+            yield "" if waited < 20 else f"the trivial grammar took {waited:.0f} s"
 
 
-# Pages of other sites
+# Requests from pages of other sites
 
 
-@attack("foreign-page", "every route, as a page of another site would ask")
+@attack("foreign-page", "every route, requested as a page of another site would")
 def foreign_page(target: Target) -> Steps:
     routes = (CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile")
     for route in routes:
@@ -245,7 +245,7 @@ def foreign_page(target: Target) -> Steps:
     yield "" if status == 200 else f"afterwards a request was answered with {status}"
 
 
-# Before a request is one
+# Floods of headers, pipelined requests and connections
 
 
 def _flood(target: Target, start: bytes, nbytes: int) -> None:
@@ -256,12 +256,12 @@ def _flood(target: Target, start: bytes, nbytes: int) -> None:
                 connection.sendall(b"b" * MiB)
             connection.sendall(b"\r\n\r\n")
         except OSError:
-            pass  # it has closed the connection
+            pass  # the server closed the connection
         target.count(_status(connection))
 
 
 def _status(connection: socket.socket) -> int:
-    """Of the answer that stands there; a reset after an answer was sent may have lost it, and is one too."""
+    """Return the status of the received answer; a reset counts as 431, because it may have discarded the answer."""
     try:
         line = connection.recv(65536)[:32].split(b" ")
         return int(line[1]) if len(line) > 1 else 400
@@ -329,17 +329,17 @@ def connection_flood(target: Target) -> Steps:
             try:
                 stack.enter_context(target.connected())
             except OSError as error:
-                yield f"a connection was not taken: {error}"
+                yield f"a connection was not accepted: {error}"
                 return
             yield ""
         status = target.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
-        yield "" if status == 200 else f"a request beside them was answered with {status}"
+        yield "" if status == 200 else f"a request sent at the same time was answered with {status}"
 
 
 # An engine that hangs
 
 
-@attack("hung-engine", "the engine stopped for 20 s: /health must say so within 10 s, and be well again after",
+@attack("hung-engine", "the engine stopped for 20 s: /health must report it within 10 s and recover afterwards",
         allowed=(503,))
 def hung_engine(target: Target) -> Steps:
     engine = target.server.engine()
@@ -353,21 +353,21 @@ def hung_engine(target: Target) -> Steps:
             time.sleep(0.1)
             yield ""
     finally:
-        with contextlib.suppress(Exception):  # it may have been replaced
+        with contextlib.suppress(Exception):  # the server may have replaced the engine
             engine.send_signal(signal.SIGCONT)
     if noticed is None or noticed > 10:
-        yield "/health did not say within 10 s that the engine hangs"
+        yield "/health did not report within 10 s that the engine hangs"
     deadline = time.monotonic() + 60
     while target.server.status() != 200:
         if time.monotonic() > deadline:
-            yield "/health was not well again within 60 s"
+            yield "/health did not recover within 60 s"
             return
         time.sleep(0.1)
     status = target.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
     yield "" if status == 200 else f"afterwards a request was answered with {status}"
 
 
-# Chat templates that hang or bloat
+# Chat templates that loop or use much memory
 
 
 def _template(name: str, about: str, text: str) -> None:
@@ -378,7 +378,7 @@ def _template(name: str, about: str, text: str) -> None:
         odd = {status: n for status, n in target.statuses.items() if status != 400}
         yield f"not refused: {odd}" if odd else ""
         status = target.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
-        yield "" if status == 200 else f"beside them a completion was answered with {status}"
+        yield "" if status == 200 else f"a completion sent afterwards was answered with {status}"
 
 
 _template("loops", "a chat template of nested loops",

@@ -1,13 +1,13 @@
-"""Mixtures larger than the memory allowed them: every strategy, decode at batch 1 and prefill of 512 tokens.
+"""Mixtures larger than the memory they may use: decode at batch 1 and prefill of 512 tokens, with every strategy.
 
     python benchmarks/big_models.py --model gpt-oss-120b --gpu-memory 32GB --log gptoss.route.csv --output results
     python benchmarks/big_models.py --model qwen3-30b-a3b-fp8 --half --log qwen.route.csv --output results
     python benchmarks/big_models.py --strategies "" --sweep 8,16,24,32,40,48,56,64 --log gptoss.route.csv
 
-Weights are random, of the true shapes. Their router chooses as it happens to ("router"), so where the device looks
-experts up by itself the choice is played back instead: "uniform" rows draw every expert alike, "replayed" ones follow a
-log of a real model's routing, over and over, widened to the model's experts a token by the log's own frequencies. Peak
-memory of the device is read after every row and held against the budget.
+Weights are random, of the true shapes, so the router's own choice of experts ("router") is arbitrary. Where the device
+looks up experts itself, routing is replayed instead: "uniform" rows choose every expert equally often, "replayed" rows
+repeat a log of a real model's routing, extended to the model's number of experts per token by the log's frequencies.
+The peak device memory is read after every row and compared with the budget.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ class Asked:
 
 
 def measure(asked: Asked, flags: dict[str, Any]) -> Iterator[Figure]:
-    """The rows of one strategy: prefill, decode by the router, and decode by the log."""
+    """Yield the rows of one strategy: prefill, and decode with each routing."""
     strategy, _, policy = asked.strategy.partition(":")
-    gc.collect()  # a model before this one
+    gc.collect()  # frees the model measured before
     start = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with opened(asked.model, gpu_memory=str(asked.budget), weights=strategy, policy=policy or "lru", max_num_seqs=8,
                 max_model_len=4096, max_num_batched_tokens=2048, enable_prefix_caching=False, **flags) as llm:
         weights, placement = llm.engine.runner.weights, llm.plan.placement  # type: ignore[attr-defined]
-        torch.cuda.reset_peak_memory_stats()  # planning measured the machine with buffers of its own
+        torch.cuda.reset_peak_memory_stats()  # excludes the buffers that planning used to measure the machine
         loaded = time.perf_counter() - start
         print(f"{asked.strategy}: loaded in {loaded:.1f} s", flush=True)
         rng = random.Random(0)
         prefill_rate(llm, rng)
         decode_rate(llm, rng, 4)
         paged = weights.experts
-        # Where the device looks experts up by itself their choice can be played back; elsewhere it is the router's.
+        # Routing can be replayed where the device looks up experts itself; elsewhere the router chooses.
         routings = ["router"]
         if isinstance(paged, PagedExperts):
             routings = ["uniform", "replayed"] if asked.log is not None else ["uniform"]
@@ -82,7 +82,7 @@ def measure(asked: Asked, flags: dict[str, Any]) -> Iterator[Figure]:
         for routing in routings:
             if isinstance(paged, PagedExperts) and routing != "router":
                 replay(paged, asked, llm, routing)
-            decode_rate(llm, rng, 64 if routing == "replayed" else min(16, count))  # slots follow what is asked for
+            decode_rate(llm, rng, 64 if routing == "replayed" else min(16, count))  # so that slots follow the routing
             yield figure(llm, asked, common, "decode", routing, lambda: decode_rate(llm, rng, count), before, count)
 
 
@@ -113,14 +113,14 @@ def figure(llm: LLM, asked: Asked, common: dict[str, Any], phase: str, routing: 
     made = Figure(name, "tok/s", rates, limit or max(rates), details=details)
     hits = details["hit_rate"]
     print(f"{name}: {made.value:.1f} tok/s, {made.percent_of_limit:.0f}% of {roof}, hits "
-          f"{'-' if hits is None else f'{hits:.1%}'}, {details['bytes_moved_per_token'] / 1e6:.0f} MB a token, host "
-          f"{details['host_ms_per_step']:.2f} ms a step, peak {peak / 1e9:.2f} GB", flush=True)
+          f"{'-' if hits is None else f'{hits:.1%}'}, {details['bytes_moved_per_token'] / 1e6:.0f} MB per token, host "
+          f"{details['host_ms_per_step']:.2f} ms per step, peak {peak / 1e9:.2f} GB", flush=True)
     return made
 
 
 @contextlib.contextmanager
 def host_time(llm: LLM) -> Iterator[list[float]]:
-    """Milliseconds of the host's own work in each step: the step's, less what it waits for the device."""
+    """Yield a list that receives the host's milliseconds of each step: its duration minus the wait for the device."""
     found: list[float] = []
     waited, result, step = 0.0, CudaStep.result, llm.engine.step
 
@@ -151,11 +151,11 @@ def replay(experts: PagedExperts, asked: Asked, llm: LLM, routing: str) -> None:
         assert asked.log is not None
         trace = extended(read_log(asked.log), wanted, k, layers)
     experts.replay(torch.tensor(trace, dtype=torch.int32, device="cuda"))
-    llm.engine.runner.forget_graphs()  # type: ignore[attr-defined]  # they hold the routing they were captured with
+    llm.engine.runner.forget_graphs()  # type: ignore[attr-defined]  # captured graphs contain the earlier routing
 
 
 def half_budget(model: str) -> int:
-    """All weights but half of the experts, and room for a short context, workspace and what streams past."""
+    """Return the bytes of all weights but half of the experts, a short context, workspace and stream buffers."""
     built = architecture(MODELS[model])
     config = built.config(MODELS[model])
     shape = model_shape(config, built.weight_specs(config), "bfloat16")
@@ -166,13 +166,13 @@ def half_budget(model: str) -> int:
 @click.command()
 @click.option("--model", default="gpt-oss-120b", show_default=True)
 @click.option("--gpu-memory", default="32GB", show_default=True)
-@click.option("--half", is_flag=True, help="A budget of all but half of the experts' bytes.")
+@click.option("--half", is_flag=True, help="Set the budget to all weights but half of the experts.")
 @click.option("--strategies", default=",".join(STRATEGIES), show_default=True)
-@click.option("--sweep", default=None, metavar="GB,...", help="Then other budgets too, with --weights experts.")
+@click.option("--sweep", default=None, metavar="GB,...", help="Then measure these budgets too, with --weights experts.")
 @click.option("--log", default=None, help="A routing log to replay.")
 @click.option("--decode-tokens", default=128, show_default=True)
 @click.option("--repeats", default=3, show_default=True)
-@click.option("--seconds", default=300.0, show_default=True, help="Strategies that would begin later are left out.")
+@click.option("--seconds", default=300.0, show_default=True, help="Skip strategies that would start later.")
 @click.option("--host-memory", default=None)
 @click.option("--name", default=None)
 @click.option("--output", default=None)
@@ -188,7 +188,7 @@ def main(model: str, gpu_memory: str, half: bool, strategies: str, sweep: str | 
         figures: list[Figure] = []
         for asked in wanted:
             if time.monotonic() > end:
-                print(f"left out for want of time: {asked.strategy} at {asked.budget / 1e9:.1f} GB", flush=True)
+                print(f"skipped for lack of time: {asked.strategy} at {asked.budget / 1e9:.1f} GB", flush=True)
                 continue
             try:
                 figures += measure(asked, flags)

@@ -1,15 +1,15 @@
-"""Half an hour of faults under load, against answers known beforehand: none wrong, none late, nothing leaked.
+"""Half an hour of faults under load, checked against known answers: none may be wrong or late, nothing may leak.
 
     python benchmarks/chaos.py --minutes 30 --requests-at-least 5000 --output-json benchmarks/results/chaos.json
-    python benchmarks/chaos.py --minutes 3 --seed 7          # a shorter one; the same seed makes the same faults
+    python benchmarks/chaos.py --minutes 3 --seed 7          # a shorter run; the same seed makes the same faults
 
-A clean server first answers every prompt, greedily. Then a server whose pools are far too small for the load, with host
-memory, a disk and a Redis server below them, answers the same prompts while faults are made one after the other
-(chaos_faults.py). A request that is told to come back (429, 503, an error in its stream) is sent again until its
+A clean server first answers every prompt, greedily. Then a server whose pool is far too small for the load, with host
+memory, a disk and a Redis server below it, answers the same prompts while faults are made one after the other
+(chaos_faults.py). A request that the server asks to retry (429, 503, an error in its stream) is sent again until its
 deadline.
-What must hold: every answer is the known one, every request has one by its deadline, the server never closes a
-connection without a word, and afterwards no block, process, file, shared memory or descriptor is left and memory has
-not grown. The exit code says so.
+These conditions must hold: every answer is the known one and arrives by its deadline, the server never closes a
+connection without an answer or an error, and afterwards no block, process, file, shared memory or descriptor is left
+and memory has not grown. The exit code is 1 if one does not hold.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from spillover.bench.serving.sse import events
 DOCUMENTS, QUESTIONS = 24, 6
 DOCUMENT_WORDS = (40, 120)
 OUTPUT_TOKENS = (2, 10)
-BLOCKS = 80  # on the device, of 16 tokens: about a third of what the load wants at once
+BLOCKS = 80  # device blocks of 16 tokens: about a third of what the load needs at once
 HOST_MEMORY, DISK, DISK_FREE, REMOTE = "32MB", "120MB", "144m", "200MB"
 WORDS = ["river", "stone", "winter", "engine", "letter", "garden", "silver", "morning", "bridge", "forest", "window",
          "market", "island", "paper", "thunder", "candle", "harbour", "mountain", "copper", "village", "ribbon"]
@@ -54,23 +54,23 @@ class Prompt:
 
 @dataclass
 class Counts:
-    """What happened; `problems` must stay empty."""
+    """What clients observed; `problems` must stay empty."""
 
     answers: int = 0
     wrong: int = 0
-    late: int = 0  # without an answer at their deadline
-    told: Counter[str] = field(default_factory=Counter)  # what clients were told instead of an answer, and tried again
-    left: int = 0  # clients that went away in mid-stream
+    late: int = 0  # requests without an answer at their deadline
+    told: Counter[str] = field(default_factory=Counter)  # answers that asked for a retry, and failed hang-ups
+    left: int = 0  # clients that disconnected in the middle of a stream
     slowest: float = 0.0
     problems: list[str] = field(default_factory=list)
 
 
 class ToldError(Exception):
-    """The server says that it cannot answer now."""
+    """An answer or event that asks the client to retry later."""
 
 
 def make_prompts(seed: int) -> list[Prompt]:
-    """Documents that several questions share, so that prefixes are worth keeping."""
+    """Make prompts of documents that several questions share, so that caching prefixes pays off."""
     rng = random.Random(seed)
     prompts = []
     for _ in range(DOCUMENTS):
@@ -82,7 +82,7 @@ def make_prompts(seed: int) -> list[Prompt]:
 
 
 class Load:
-    """Clients that send prompts until told to stop, each request with a deadline."""
+    """Clients that send prompts until `stopped` is set; each request has a deadline."""
 
     def __init__(self, server: ServerProcess, prompts: list[Prompt], seed: int, deadline: float) -> None:
         self.counts = Counts()
@@ -94,7 +94,7 @@ class Load:
         await asyncio.gather(*(self._client() for _ in range(clients)))
 
     async def burst(self, count: int) -> None:
-        """Requests all at once, each on a connection of its own."""
+        """Send `count` requests at once, each on a separate connection."""
 
         async def one() -> None:
             connection = Connection(HOST, self._server.port)
@@ -104,7 +104,7 @@ class Load:
         await asyncio.gather(*(one() for _ in range(count)))
 
     async def leave(self, count: int) -> None:
-        """Clients that hang up in mid-stream."""
+        """Start `count` streams and disconnect in the middle of them."""
 
         async def one(prompt: Prompt, pieces: int) -> None:
             connection = Connection(HOST, self._server.port)
@@ -121,7 +121,7 @@ class Load:
                 self.counts.told[f"while leaving: {type(error).__name__}"] += 1
             except TimeoutError:
                 self.counts.late += 1
-                self.counts.problems.append("a client that wanted to leave was not even answered in time")
+                self.counts.problems.append("a client that wanted to disconnect got no answer in time")
             finally:
                 await connection.close()
 
@@ -150,7 +150,7 @@ class Load:
             await connection.close()
             return
         except (OSError, EOFError, ValueError) as error:
-            self.counts.problems.append(f"the connection broke without a word: {error!r}")
+            self.counts.problems.append(f"the connection closed without an answer or an error: {error!r}")
             await connection.close()
             return
         self.counts.answers += 1
@@ -179,7 +179,7 @@ class Load:
             text += event["choices"][0]["text"]
             finished |= event["choices"][0].get("finish_reason") is not None
         if not finished:
-            raise ValueError("the stream ended before its answer did")
+            raise ValueError("the stream ended before its answer was complete")
         return text
 
     @staticmethod
@@ -231,13 +231,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--deadline", type=float, default=120.0, help="seconds for each request, with all its retries")
+    parser.add_argument("--deadline", type=float, default=120.0, help="seconds of one request, with all retries")
     parser.add_argument("--pause", type=float, default=4.0, help="seconds on average between two faults")
     parser.add_argument("--requests-at-least", type=int, default=0, help="fail if fewer were answered")
-    parser.add_argument("--faults", default=None, help="only these, separated by commas")
+    parser.add_argument("--faults", default=None, help="faults to make, separated by commas; default: all")
     parser.add_argument("--output-json", type=Path)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # servers, mounts and files go with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # stops servers, removes files
     prompts = make_prompts(options.seed)
     scratch = Path(tempfile.mkdtemp(prefix="chaos-"))
     common = ("--max-model-len", "1024")
@@ -268,7 +268,7 @@ def main() -> int:
 
 def report(options: argparse.Namespace, counts: Counts, faults: Faults, leaks: Leaks) -> int:
     if counts.answers < options.requests_at_least:
-        counts.problems.append(f"{counts.answers} answers, and at least {options.requests_at_least} were wanted")
+        counts.problems.append(f"{counts.answers} answers, and at least {options.requests_at_least} are required")
     result: dict[str, Any] = {
         "minutes": options.minutes, "seed": options.seed, "clients": options.clients, "deadline": options.deadline,
         **{name: getattr(counts, name) for name in ("answers", "wrong", "late", "left")},

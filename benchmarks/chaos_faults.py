@@ -1,4 +1,4 @@
-"""Faults for chaos.py: of the engine, of Redis, of the disk, and of clients. One at a time, drawn from a seed."""
+"""The faults of chaos.py: in the engine, Redis, the disk and clients. One at a time, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from server_process import ServerProcess, free_port
 
 from spillover.cli.bench.redis_server import find_server
 
-HOLD_SECONDS = (1.0, 5.0)  # that a fault lasts
+HOLD_SECONDS = (1.0, 5.0)  # range of a fault's duration
 BURST = 64
 START_SECONDS = 30
 REDIS_BYTES = 400 << 20
@@ -35,7 +35,7 @@ class Clients(Protocol):
 
 
 class Redis:
-    """A server of one's own that can be killed, hung, emptied and filled."""
+    """A private Redis server that can be killed, stopped, emptied and filled."""
 
     def __init__(self, folder: Path) -> None:
         program = find_server()
@@ -89,7 +89,7 @@ class Redis:
 
 
 class SmallDisk:
-    """A file system that can be filled, where one may be mounted; else a plain folder that cannot."""
+    """A small file system that can be filled, if one can be mounted; otherwise a plain folder that is never filled."""
 
     def __init__(self, path: Path, size: str) -> None:
         self.path = path
@@ -137,7 +137,7 @@ class Faults:
             self._faults = {name: self._faults[name] for name in only}
 
     async def run(self, until: float) -> None:
-        """Every fault in turn, in a new order each time."""
+        """Make every fault in turn, in a new order in each round."""
         while True:
             for name in self._rng.sample(sorted(self._faults), len(self._faults)):
                 self.now = "no fault"
@@ -164,7 +164,7 @@ class Faults:
                 engine.kill()
 
     async def do_engine_hung(self) -> None:
-        """Goes on by itself after some seconds, unless the server has replaced it by then."""
+        """Stop the engine for a few seconds; the server may replace it in the meantime."""
         if (engine := self._engine()) is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 engine.suspend()
@@ -191,7 +191,7 @@ class Faults:
         await asyncio.to_thread(self._redis.configure, maxmemory=str(REDIS_BYTES), maxmemory_policy="allkeys-lru")
 
     async def do_redis_expired(self) -> None:
-        """Every block goes within a second."""
+        """Make every block expire within half a second."""
         client = self._redis.client()
 
         def expire() -> None:

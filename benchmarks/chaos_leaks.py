@@ -1,4 +1,4 @@
-"""What a server may not leave behind: blocks, processes, descriptors, shared memory, temporary files, memory."""
+"""Checks of what a server leaves behind: blocks, processes, descriptors, shared memory, temporary files, memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 import psutil
 from server_process import ServerProcess, resident_nbytes
 
-WARM = 0.2  # share of the run after which memory and descriptors are compared with
-MORE_MEMORY = (0.2, 64 << 20)  # a share of what it was, and bytes on top
+WARM = 0.2  # share of the run up to which memory and descriptors are the reference for later ones
+MORE_MEMORY = (0.2, 64 << 20)  # allowed growth: a share of the reference, plus bytes
 MORE_DESCRIPTORS = 8
 SETTLE_SECONDS = 60
 
 
 class Leaks:
     def __init__(self, server: ServerProcess, temporary: Path) -> None:
-        self.memory: list[dict[str, float]] = []  # share of the run, front and engine in MB, the front's descriptors
+        self.memory: list[dict[str, float]] = []  # share of the run, MB of front and engine, front's descriptors
         self._server, self._temporary = server, temporary
         self._processes = len(server.children())
         self._pids = {server.pid}
@@ -36,7 +36,7 @@ class Leaks:
                             "descriptors": front.num_fds()})
 
     async def after_load(self, engine_alive: Callable[[], bool]) -> list[str]:
-        """Once everybody has been answered; hang-ups need a step to be noticed."""
+        """Return the leaks after all requests were answered; wait, as the engine notices a hang-up only in a step."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         values: dict[str, float] = {}
         children = 0
@@ -91,7 +91,7 @@ class Leaks:
             samples = re.findall(rf"^spillover:{name}(\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
             if not samples:
                 raise ValueError(f"/metrics has no {name}")
-            # Tiers below the device keep blocks that nobody holds.
+            # Lower tiers keep blocks that no request holds.
             values[name] = sum(float(value) for labels, value in samples
                                if 'tier="' not in labels or 'tier="device"' in labels)
         return values

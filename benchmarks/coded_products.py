@@ -1,11 +1,11 @@
-"""Products with weights in codes beside the bfloat16 ones: the four of a layer of Llama-3.1-8B, and of its 32 layers.
+"""Products with quantised weights compared with bfloat16 ones: the four of a Llama-3.1-8B layer, and of its 32 layers.
 
     python benchmarks/coded_products.py --output coded_products.json
     python benchmarks/coded_products.py --rows 64,128 --forms int4
 
-From 17 rows on every cut is timed (of more than 256 those of large tiles and no cluster), and all must have the same
-bits; what would be chosen is marked with a star.
-Each form at some rows is a process of its own that has a deadline: a kernel that hangs costs no more than that.
+From 17 rows on, every cut is timed (above 256 rows only those with large tiles and without a cluster), and all must
+give the same bits; the cut that the engine would choose is marked with a star.
+Each form at some rows is timed in a separate process with a deadline: a kernel that hangs costs no more than that.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from spillover.kernels.triton.ordered_linear import ordered_linear
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # channels, inputs
 FORMS = {"int4": Form(4, 1, "BFLOAT"), "int8": Form(8, 1, "BFLOAT"), "Q4_K": Form(4, 4, "SUPER")}
 ROWS = (1, 8, 16, 24, 32, 64, 96, 128, 192, 256, 1024, 8192)
-GROUPS = tuple(rows for rows in ROWS if rows <= 256), (1024, 8192)  # rows of a process
+GROUPS = tuple(rows for rows in ROWS if rows <= 256), (1024, 8192)  # numbers of rows that one process times
 LAYERS = 32
-COLD = 160 << 20  # bytes of distinct weights that are multiplied with in turn: more than any cache holds
+COLD = 160 << 20  # bytes of distinct weights that are multiplied in turn: more than any cache holds
 MOST_COPIES = 32
 
 
 def milliseconds(run: Callable[[int], object], copies: int, rows: int) -> float:
-    """Median time of one call in replays of a graph that calls with each copy in turn."""
+    """Return the median time of one call, from replays of a graph that calls `run` with each copy in turn."""
     copies = copies if rows <= 256 else min(copies, 2)
     run(0)
     torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def copies_of(nbytes: int) -> int:
 
 
 def random_tiles(form: Form, channels: int, inner: int, copies: int) -> Tensor:
-    """Make up tiles: any codes, and scales that are small numbers."""
+    """Return tiles of random codes, with scales that are small constants."""
     shape = copies, *form.tiles_shape(channels, inner)
     tiles = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
     codes = 256 * form.bits
@@ -78,7 +78,7 @@ def random_tiles(form: Form, channels: int, inner: int, copies: int) -> Tensor:
 
 
 def time_codes(form: Form, rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Time a form's products; those of 17 rows and more with every cut."""
+    """Time the products of a form; from 17 rows on with every cut."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for shape, (channels, inner) in SHAPES.items():
         copies = copies_of(channels * inner * form.bits // 8)
@@ -90,7 +90,7 @@ def time_codes(form: Form, rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
             cuts = [chosen] if count < 17 else [
                 cut for cut in cuda.many_cuts(count, inner // cuda.STEP, form)
                 if count <= 256 or (cut.rows >= 64 and cut.spread == 1) or cut == chosen]
-            few = coded_linear(x[:8], tiles[0], form, halves=halves)  # by another kernel
+            few = coded_linear(x[:8], tiles[0], form, halves=halves)  # computed by the kernel for few rows
             expected = coded_linear(x, tiles[0], form, halves=halves, cut=cuts[0])
             for cut in cuts:
                 def run(copy: int, x: Tensor = x, tiles: Tensor = tiles, cut: Any = cut,
@@ -105,7 +105,7 @@ def time_codes(form: Form, rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
 
 
 def time_bf16(rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Time the ordered products."""
+    """Time the bfloat16 products, which have a fixed order of summation."""
     for shape, (channels, inner) in SHAPES.items():
         copies = copies_of(channels * inner * 2)
         weights = [torch.randn(channels, inner, device="cuda").bfloat16() for _ in range(copies)]
@@ -121,7 +121,7 @@ def time_bf16(rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
 
 
 def measure(form: str, rows: tuple[int, ...], deadline: float) -> dict[str, Any]:
-    """Time in a process of its own."""
+    """Time one form at some rows in a separate process."""
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
         command = [sys.executable, __file__, "--forms", form, "--rows", ",".join(map(str, rows)), "--here", file.name]
         began = time.monotonic()
@@ -130,7 +130,7 @@ def measure(form: str, rows: tuple[int, ...], deadline: float) -> dict[str, Any]
             problem = done.stderr.strip()[-600:] if done.returncode else ""
         except subprocess.TimeoutExpired:
             problem = f"not done after {deadline:.0f} s"
-        # What was timed until then; the last line may not be whole.
+        # The results until then; the last line may be incomplete.
         lines = Path(file.name).read_text().split("\n")[:-1]
         results = [json.loads(line) for line in lines]
     return {"form": form, "rows": rows, "problem": problem, "seconds": time.monotonic() - began, "results": results}
@@ -151,7 +151,7 @@ def show(group: dict[str, Any]) -> None:
 
 
 @click.command()
-@click.option("--forms", default=",".join((*FORMS, "bf16")), help="which of int4, int8, Q4_K and bf16")
+@click.option("--forms", default=",".join((*FORMS, "bf16")), help="comma-separated: any of int4, int8, Q4_K, bf16")
 @click.option("--rows", default=",".join(map(str, ROWS)))
 @click.option("--deadline", default=40.0, help="seconds that a process may take")
 @click.option("--output", type=click.Path(path_type=Path))

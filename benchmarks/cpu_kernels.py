@@ -1,7 +1,7 @@
-"""The native CPU kernels beside torch's, on the shapes of SmolLM2-135M: `python benchmarks/cpu_kernels.py`.
+"""The native CPU kernels compared with torch's, on the shapes of SmolLM2-135M: `python benchmarks/cpu_kernels.py`.
 
 Products run over all of the model's weights and attention over the blocks of all layers, so that little stays in the
-cache. A time is the sum of the least time of each call, over many repeats: what else runs on the machine shows less.
+CPU's cache. A time is the sum of each call's minimum over many repeats, so that other processes affect it less.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPES = [((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (HIDDEN, HIDDEN), (2 * MLP, HI
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=1.0, help="spent on each number")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds spent on each measurement")
     seconds = parser.parse_args().seconds
     print(native.describe(), f"({torch.get_num_threads()} threads)")
     products(seconds)
@@ -98,7 +98,7 @@ def attentions(seconds: float) -> None:
 
 
 def small(seconds: float) -> None:
-    print(f"\nthe rest, us a call\n{'rows':>6}{'add_rms_norm':>14}{'silu_and_mul':>14}{'rope':>8}{'store_kv':>10}")
+    print(f"\nothers, us per call\n{'rows':>6}{'add_rms_norm':>14}{'silu_and_mul':>14}{'rope':>8}{'store_kv':>10}")
     angles = torch.rand(2048, DIM // 2)
     for rows in (1, 16, 256):
         x, gate_up = torch.randn(rows, HIDDEN), torch.randn(rows, 2 * MLP)
@@ -116,7 +116,7 @@ def small(seconds: float) -> None:
 
 
 def contexts(requests: int, queries: int, context: int) -> tuple[AttentionBatch, torch.Tensor]:
-    """Requests with `context` tokens in the cache, the last `queries` of them new, in shuffled blocks."""
+    """Return a batch of requests with `context` cached tokens each, the last `queries` new, in shuffled blocks."""
     blocks = -(-context // BLOCK)
     pool = torch.randn(1 + requests * blocks, LAYERS, 2, KV_HEADS, BLOCK * DIM)
     batch = AttentionBatch(

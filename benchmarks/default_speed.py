@@ -1,11 +1,11 @@
-"""What the default, the same bits whatever runs beside, costs and gives on one GPU, beside --fast.
+"""Speed of the default mode (batch-invariant: the same bits in every batch) on one GPU, compared with --fast.
 
     python benchmarks/default_speed.py --output results
     python benchmarks/default_speed.py --only qwen3-0.6b --only llama-3.1-8b --mode default
 
 Random weights of the true shapes. W1: 256 requests of 100 to 1,024 tokens in and out, all at once; W2: 256 of 1,024 in
-and 1,024 out; one request: 512 tokens in, 128 out, after the first. An engine for each mode, first one and then the
-other; everything is run once before it is measured.
+and 1,024 out; one request: 512 tokens in, 128 out, timed after the first token. Each mode has its own engine, one after
+the other; everything is run as a warm-up before it is measured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def one_request(llm: LLM, seed: int) -> float:
 
 
 def whole(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Return the output tokens a second of all requests together."""
+    """Return the output tokens per second of all requests together."""
     start = time.perf_counter()
     outputs = run(llm, prompts, lengths, 0.6)
     assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
@@ -56,7 +56,7 @@ def w2(llm: LLM, _seed: int) -> float:
 
 class Measured(NamedTuple):
     flags: dict[str, Any]
-    what: dict[str, Callable[[LLM, int], float]]  # all in tokens a second
+    what: dict[str, Callable[[LLM, int], float]]  # functions that return tokens per second
 
 
 MANY = {"max_num_seqs": REQUESTS, "max_model_len": 4096, "block_size": 64, "graph_capture": "start"}
@@ -78,7 +78,7 @@ LOADS = {
 
 
 @click.command()
-@click.option("--only", type=click.Choice(list(LOADS)), multiple=True, help="Some of them.  [default: all]")
+@click.option("--only", type=click.Choice(list(LOADS)), multiple=True, help="Models to run.  [default: all]")
 @click.option("--mode", "modes", type=click.Choice(["default", "fast"]), multiple=True, default=["default", "fast"],
               show_default=True)
 @click.option("--repeats", default=3, show_default=True)
@@ -100,7 +100,7 @@ def main(only: tuple[str, ...], modes: tuple[str, ...], repeats: int, output: st
                     row[mode] = rates
                     print(f"{model}, {what}, {mode}: {', '.join(f'{rate:,.1f}' for rate in rates)} tok/s", flush=True)
                 print(f"{model}, {mode}: {time.perf_counter() - started:.0f} s", flush=True)
-            if output is not None:  # after every engine: a run that is cut short leaves it
+            if output is not None:  # after every model, so that an interrupted run leaves its results
                 path = RESULTS / "default-speed.json" if output == "results" else Path(output)
                 path.write_text(json.dumps({**origin(), "weights": "random", "rates": rows}, indent=2) + "\n")
 

@@ -1,18 +1,18 @@
-"""Prefill and decode apart against one engine with chunked prefill: time to the first token and between tokens, by the
-length of the prompt, and what moving its KV costs.
+"""Separate prefill and decode compared with one engine with chunked prefill: time to the first token and between
+tokens, by prompt length, and the cost of moving the prompt's KV.
 
     python benchmarks/disaggregation.py --model long --seconds 800 --out benchmarks/results/disaggregation-cpu.json
     python benchmarks/disaggregation.py --model smollm2 --lengths 128,512,2048 --streams 2 --seconds 600
     python benchmarks/disaggregation.py --device cuda --model qwen3-0.6b --out qwen3.json       # random weights
     python benchmarks/disaggregation.py --device cuda --model llama-3.1-8b --out llama.json     # random weights
 
-Arms: `one`, one engine that computes prompts in chunks beside its decodes; `two`, two engines behind a router, each for
-both phases; `always`, the same two, of which the first computes every prompt of four new blocks or more and the second
-decodes; `auto`, likewise where people are predicted to wait less. Streams decode all the time (`--streams`), and
-prompts come one at a time; a stream's gaps count as `during` where they overlap the time from a prompt's sending to its
-first token, as `alone` elsewhere. On one card two engines share it, by time slices or by MPS (`--mps`): this shows what
-moving the KV costs and what stays of a prompt's disturbance, not what a second card would bring. On a CPU each of the
-two has half of the cores, and `one` has all. Results are written as they come; nothing begins after `--seconds`.
+Arms: `one`, one engine that computes prompts in chunks in the same steps as its decodes; `two`, two engines behind a
+router, each for both phases; `always`, the same two, the first computing every prompt of at least four new blocks and
+the second decoding; `auto`, likewise if the predicted wait is shorter. Streams decode all the time (`--streams`), and
+prompts are sent one at a time; a stream's gap counts as `during` if it overlaps the time from sending a prompt to its
+first token, otherwise as `alone`. On one GPU two engines share it, by time slices or by MPS (`--mps`): this measures
+the cost of moving KV and how much of a prompt's disturbance remains, not the gain of a second GPU. On a CPU each of the
+two has half of the cores, `one` all. Results are written after each measurement; none begins after `--seconds`.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ from spillover.plan.measure import measure_link, measure_pool
 
 ARMS = ("one", "two", "always", "auto")
 GPU_MEMORY = {"qwen3-0.6b": "14GB", "llama-3.1-8b": "34GB"}
-STREAM_PROMPT = 32  # tokens: two blocks, which are never computed apart
-MOST_SECONDS = 120.0  # for one answer
-PAUSE = 0.3  # seconds between prompts, in which streams are alone
+STREAM_PROMPT = 32  # tokens: two blocks, too few for a separate prefill
+MOST_SECONDS = 120.0  # timeout of one answer
+PAUSE = 0.3  # seconds between prompts, during which only the streams run
 
 
 @dataclass
 class Stream:
-    """One client that asks for one long answer after the other."""
+    """A client that requests long answers one after the other."""
 
-    times: list[list[float]] = field(default_factory=list)  # of tokens, for each answer
+    times: list[list[float]] = field(default_factory=list)  # arrival times of tokens, for each answer
     failed: int = 0
 
     def gaps(self) -> Iterator[tuple[float, float]]:
-        """Return when each gap between two tokens began and ended."""
+        """Yield the start and end of each gap between two tokens of an answer."""
         for times in self.times:
             yield from pairwise(times)
 
@@ -100,7 +100,7 @@ class Bench:
     # One arm at one length
 
     async def measure(self, arm: str, url: str, length: int) -> None:
-        """Send prompts of one length, one at a time, among streams."""
+        """Send prompts of one length, one at a time, while streams decode."""
         streams = [Stream() for _ in range(self.arguments.streams)]
         stop = asyncio.Event()
         background = [asyncio.create_task(self._stream(url, stream, stop)) for stream in streams]
@@ -129,7 +129,7 @@ class Bench:
                 await asyncio.sleep(0.1)
 
     async def _decoding(self, streams: Sequence[Stream]) -> None:
-        """Wait until every stream has tokens."""
+        """Wait until every stream has received tokens."""
         deadline = time.perf_counter() + min(30.0, self._patience())
         while not all(stream.times and len(stream.times[0]) > 2 for stream in streams):
             if time.perf_counter() > deadline:
@@ -140,7 +140,7 @@ class Bench:
         return max(5.0, min(MOST_SECONDS, self.left + 10.0))
 
     def _note(self, arm: str, length: int, answers: Sequence[Answer], streams: Sequence[Stream]) -> None:
-        held_up: list[list[float]] = [[] for _ in answers]  # gaps that overlap each prompt's time to its first token
+        held_up: list[list[float]] = [[] for _ in answers]  # for each prompt, the gaps that overlap its TTFT
         alone: list[float] = []
         for begun, ended in (gap for stream in streams for gap in stream.gaps()):
             hit = [place for place, answer in enumerate(answers)
@@ -171,7 +171,7 @@ class Bench:
         self.write()
 
     def _transfer(self, answers: Sequence[Answer]) -> dict[str, Any] | None:
-        """What the decoding engine brought from the store: bytes, and its wait for them against the link's rate."""
+        """Return the KV that the decoding engine restored, and its rate in percent of the link's and the store's."""
         told = [answer.timings for answer in answers if answer.timings.get("tokens")]
         if not told:
             return None
@@ -193,7 +193,7 @@ class Bench:
 
     async def run(self, arms: dict[str, str]) -> None:
         lengths = sorted({BLOCK * 8, *self.arguments.lengths})
-        for arm, url in arms.items():  # kernels of every length, and the pool's pages, are first used here
+        for arm, url in arms.items():  # warm-up: kernels of every length and the pool's pages
             for length in lengths:
                 answer = await ask(url, self.prompt(length), 2, max(30.0, min(MOST_SECONDS, self.left)))
                 if not answer.fine:
@@ -217,7 +217,7 @@ class Bench:
         self.result["complete"] = done == len(arms) * len(self.arguments.lengths) and not self.notes
 
     async def _same_tokens(self, arms: dict[str, str]) -> None:
-        """Compare what the arms say to the same prompts, alone."""
+        """Compare the tokens of all arms for the same prompts, without streams."""
         length = sorted(self.arguments.lengths)[len(self.arguments.lengths) // 2]
         said = []
         for _ in range(2):
@@ -237,7 +237,7 @@ class Bench:
 
 
 def without_nan(value: Any) -> Any:
-    """Put null where there is no number: JSON has no NaN."""
+    """Replace NaN by null: JSON has no NaN."""
     if isinstance(value, dict):
         return {name: without_nan(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -258,7 +258,7 @@ def spread(gaps: Sequence[float]) -> dict[str, float]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each arm and length; ratios are of `one` over the arm, so that below 1 the arm loses."""
+    """Return one row per arm and length; ratios are `one` over the arm, so an arm below 1 is worse than `one`."""
     base = {row["prompt_tokens"]: row["summary"] for row in rows if row["arm"] == "one"}
     made = []
     for row in rows:
@@ -280,7 +280,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextmanager
 def mps(wanted: bool, folder: Path) -> Iterator[dict[str, str]]:
-    """NVIDIA's service that lets two processes compute on one card at the same time, for as long as this lasts."""
+    """Run NVIDIA's MPS, which lets two processes compute on one GPU at the same time, within this context."""
     if not wanted:
         yield {}
         return
@@ -297,7 +297,7 @@ def mps(wanted: bool, folder: Path) -> Iterator[dict[str, str]]:
 
 
 def serve(bench: Bench, stack: ExitStack, folder: Path) -> dict[str, str]:
-    """Start what the arms need, all at once; returns their addresses."""
+    """Start the servers that the arms need, all at once; return their addresses by arm."""
     arguments = bench.arguments
     longest = max(arguments.lengths) + arguments.output
     flags = [*model_flags(arguments.model, folder / "model"), "--device", arguments.device, "--max-model-len",
@@ -317,7 +317,7 @@ def serve(bench: Bench, stack: ExitStack, folder: Path) -> dict[str, str]:
     ready = min(300.0, max(60.0, arguments.seconds))
     if "one" in arguments.arms:
         one = ServerProcess(*flags, "--no-log-requests", ready_seconds=ready, environment=shared)
-        started(stack, [one])  # alone: it may compile what all need
+        started(stack, [one])  # before the others: it may compile kernels that all need
         arms["one"] = one.url
         bench.say("one engine is up")
     if set(arguments.arms) - {"one"}:
@@ -349,7 +349,7 @@ def _redis() -> str:
 
 
 def block_bytes(model: str, device: str) -> int:
-    """Bytes of a block's KV, as the device has it."""
+    """Return the bytes of a block's KV on the device."""
     shape = shape_of(model)
     head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     width = 2 if device == "cuda" else 4
@@ -360,29 +360,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="small",
                         help="small, long (40,960 positions), qwen3-0.6b, llama-3.1-8b or another of gpu_workload.py "
-                        "(random weights); smollm2, the default model; a folder")
+                        "(random weights); smollm2, the default model; or a folder")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--arms", default=",".join(ARMS), type=lambda text: text.split(","))
     parser.add_argument("--lengths", default="128,512,2048,8192,32768",
                         type=lambda text: [int(each) for each in text.split(",")])
-    parser.add_argument("--streams", type=int, default=8, help="that decode all the time")
-    parser.add_argument("--stream-output", type=int, default=1024, help="tokens of each of their answers")
+    parser.add_argument("--streams", type=int, default=8, help="number of streams, which decode all the time")
+    parser.add_argument("--stream-output", type=int, default=1024, help="tokens of each answer of a stream")
     parser.add_argument("--output", type=int, default=16, help="tokens of an answer to a prompt")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--store", default="pool", choices=["pool", "remote"], help="that KV travels through: a shared "
-                        "pool, or a Valkey or Redis server, as between machines")
-    parser.add_argument("--store-memory", type=int, default=8192, help="MiB of it")
-    parser.add_argument("--gpu-memory", help="of each engine; by the model where it is not given")
-    parser.add_argument("--flag", action="append", default=[], help="one more of every engine, such as "
+    parser.add_argument("--store", default="pool", choices=["pool", "remote"], help="holds KV between engines: a "
+                        "shared pool, or a Valkey or Redis server as between machines")
+    parser.add_argument("--store-memory", type=int, default=8192, help="MiB of the store")
+    parser.add_argument("--gpu-memory", help="GPU memory of each engine; default: by the model")
+    parser.add_argument("--flag", action="append", default=[], help="additional flag of every engine, such as "
                         "--flag=--max-num-batched-tokens=512")
-    parser.add_argument("--mps", action="store_true", help="share the card by MPS instead of time slices")
-    parser.add_argument("--seconds", type=float, default=170.0, help="of the whole run")
+    parser.add_argument("--mps", action="store_true", help="share the GPU by MPS instead of time slices")
+    parser.add_argument("--seconds", type=float, default=170.0, help="time limit of the whole run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--markdown", type=Path, metavar="FILE",
                         help="measure nothing: print the table of a result, with marks for doc_numbers.py")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever was started ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exits through the cleanup of what was started
     if arguments.markdown is not None:
         print_markdown(arguments.markdown)
         return
@@ -413,7 +413,7 @@ def main() -> None:
 
 
 def label(arguments: argparse.Namespace) -> str:
-    """What shares what, for who reads the table."""
+    """Describe how the engines share the machine, as a title of the table."""
     if arguments.device == "cpu":
         own = arguments.model == "smollm2"
         weights = "the default model" if own else f"random weights of the shape {arguments.model}"
@@ -423,8 +423,8 @@ def label(arguments: argparse.Namespace) -> str:
 
 
 def print_markdown(path: Path) -> None:
-    """Print a table of TTFT and of streams' longest gaps by length and arm, and what was moved; every number has its
-    place in the file."""
+    """Print a table of TTFT and of streams' p99 gaps by length and arm, and of the KV moved; each number is marked with
+    its path in the file."""
     rows = json.loads(path.read_text())["table"]
     arms = list(dict.fromkeys(row["arm"] for row in rows))
 

@@ -1,5 +1,5 @@
-"""Servers for disaggregation.py and disaggregation_kills.py: engines over one shared pool, routers before them, and a
-client that notes when each token came."""
+"""Servers for disaggregation.py and disaggregation_kills.py: engines with one shared pool, routers in front of them,
+and a client that records when each token arrived."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NUMBERS = itertools.count()
 
 
 def shape_of(model: str) -> dict[str, Any]:
-    """Return a model's config.json, or what is needed of it."""
+    """Return a model's config.json, or at least its entries that these scripts use."""
     if model == "smollm2":
         return {"vocab_size": 49152, "num_hidden_layers": 30, "num_key_value_heads": 3, "head_dim": 64}
     shape: dict[str, Any] | None = SHAPES.get(model) or MODELS.get(model)
@@ -35,8 +35,8 @@ def shape_of(model: str) -> dict[str, Any]:
 
 
 def model_flags(model: str, folder: Path) -> list[str]:
-    """Return flags for a known shape with random weights, for the default model (`smollm2`), or for a model in a
-    folder; prompts are token ids."""
+    """Return the flags for a known shape with random weights, for the default model (`smollm2`), or for a model in a
+    folder; all without a tokenizer, as prompts are token ids."""
     if model == "smollm2":
         return ["--skip-tokenizer-init"]
     shape = SHAPES.get(model) or MODELS.get(model)
@@ -53,7 +53,7 @@ def vocabulary(model: str) -> int:
 
 def engine(flags: list[str], store: list[str], environment: dict[str, str], ready_seconds: float,
            folder: Path) -> ServerProcess:
-    """A server whose blocks leave at once to a store that others read, and that tells a router what it holds, by
+    """Return a server that spills every full block to a shared store and publishes KV events for a router, through
     sockets in a folder."""
     number = next(_NUMBERS)
     events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{folder}/events-{number}",
@@ -63,14 +63,14 @@ def engine(flags: list[str], store: list[str], environment: dict[str, str], read
 
 
 def router(servers: list[ServerProcess], mode: str, prefill: int = 1, *more: str) -> ServerProcess:
-    """A router before a server for prompts and others; `mode`: of --disaggregation."""
+    """Return a router in front of `servers`, the first `prefill` of them for prompts; `mode`: for --disaggregation."""
     roles = ["--prefill-replicas", str(prefill)] if mode != "never" else []
     return ServerProcess(*(server.url for server in servers), "--disaggregation", mode, *roles, "--no-log-requests",
                          *more, command="router", ready_seconds=60)
 
 
 def signal_tree(server: ServerProcess, number: signal.Signals) -> None:
-    """Send a signal to a server and all its processes: the front, and the engine behind it."""
+    """Send a signal to all processes of a server: the front, and its engine."""
     for process in [*server.children(), None]:
         try:
             if process is None:
@@ -79,21 +79,21 @@ def signal_tree(server: ServerProcess, number: signal.Signals) -> None:
                 process.send_signal(number)
         except (ProcessLookupError, OSError):
             continue
-        except Exception as error:  # psutil's own, of a process that has just ended
+        except Exception as error:  # psutil's own exception for a process that has just exited
             if type(error).__name__ != "NoSuchProcess":
                 raise
 
 
 @dataclass
 class Answer:
-    """One answer as its client saw it; times on the clock of time.perf_counter."""
+    """One answer as its client observed it; times are those of time.perf_counter."""
 
     sent: float
-    times: list[float] = field(default_factory=list)  # of tokens
+    times: list[float] = field(default_factory=list)  # arrival times of tokens
     ended: float = 0.0
     status: int = 0
-    tokens: list[int] = field(default_factory=list)  # where they were asked for
-    timings: dict[str, Any] = field(default_factory=dict)  # as the server that decoded tells
+    tokens: list[int] = field(default_factory=list)  # token ids, if they were requested
+    timings: dict[str, Any] = field(default_factory=dict)  # as reported by the server that decoded
     error: str = ""
 
     @property
@@ -111,12 +111,12 @@ class Answer:
 
 async def ask(url: str, prompt: list[int], tokens: int, seconds: float, stream: bool = True,
               ids: bool = False, into: list[float] | None = None, salt: str | None = None) -> Answer:
-    """Ask for a completion; whatever happens, return within these seconds. `into`: told of tokens as they come."""
+    """Request a completion; return within `seconds` in any case. `into`: list that gets token times on arrival."""
     place = urlsplit(url)
     connection = Connection(place.hostname or "", place.port or 80)
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
                             "return_timings": True, "stream": stream}
-    if stream:  # each token has an event of its own, though there is no text
+    if stream:  # makes the server send one event per token, though there is no text
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if ids:
         body["return_token_ids"] = True
@@ -150,7 +150,7 @@ async def ask(url: str, prompt: list[int], tokens: int, seconds: float, stream: 
 
 
 def _read(answer: Answer, text: bytes, stream: bool) -> None:
-    """Take tokens, timings and errors out of what came."""
+    """Read tokens, timings and errors from the received bytes into `answer`."""
     try:
         events = [json.loads(line[6:]) for line in text.split(b"\n") if line.startswith(b"data: {")] if stream else [
             json.loads(text)]
@@ -168,7 +168,7 @@ def _read(answer: Answer, text: bytes, stream: bool) -> None:
 
 
 def until_exact(routed: ServerProcess, seconds: float = 30.0) -> None:
-    """Wait until a router knows all its replicas by their events."""
+    """Wait until a router knows the blocks of all replicas exactly, from their KV events."""
     import urllib.request
 
     deadline = time.monotonic() + seconds
@@ -182,7 +182,7 @@ def until_exact(routed: ServerProcess, seconds: float = 30.0) -> None:
 
 
 def started(stack: ExitStack, servers: list[ServerProcess]) -> None:
-    """Start servers at the same time; all end with the stack."""
+    """Start servers at the same time; closing the stack stops them."""
     for server in servers:
         stack.callback(server.close)
         server.launch()

@@ -1,15 +1,15 @@
-"""Prefill and decode apart while either of the two, or the pool between them, is killed or stopped: the same tokens,
-and nobody waits?
+"""Separate prefill and decode while one of the two servers, or the pool between them, is killed or stopped: checks that
+answers stay the same and in time.
 
     python benchmarks/disaggregation_kills.py --rounds 100 --out benchmarks/results/disaggregation-kills.json
 
-A server that computes prompts, one that decodes, a shared pool between them and a router before them (`--disaggregation
-always`). In each round prompts that neither has seen (a `cache_salt` of the round's own) are asked for at once, half of
-them as streams, and at a random moment of their transfer one of these happens: nothing; the owner of the pool, a server
-or only the engine in it is killed (SIGKILL); one of them is stopped (SIGSTOP) for up to 8 s; a server and the owner are
-killed. Every answer is compared with one known beforehand. A stream that ends with an error is asked for again, as that
-says, and its time counts from the first try. No answer may be wrong or missing, none may take 5 s longer than the
-slowest undisturbed one, and nothing may be left behind. Exits with 1 otherwise.
+There is a server that computes prompts, one that decodes, a shared pool between them and a router in front
+(`--disaggregation always`). Each round sends prompts that neither has cached (each round has a `cache_salt`) at once,
+half of them as streams, and at a random moment of their transfer makes one fault: none; the pool's owner, a server or
+only its engine is killed (SIGKILL); one of them is stopped (SIGSTOP) for up to 8 s; a server and the owner are killed.
+Every answer is compared with a known one. A stream that ends with an error is requested again, and its time counts from
+the first try. No answer may be wrong or missing, none may take 5 s longer than the slowest undisturbed one, and nothing
+may be left behind. Exits with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from spillover.plan.hardware import probe
 FAULTS = ("none", "owner", "prefill", "decode", "prefill engine", "decode engine", "owner stopped", "prefill stopped",
           "decode stopped", "prefill, owner", "decode, owner")
 DECK = FAULTS + 2 * ("owner", "owner stopped", "prefill stopped", "decode stopped")  # these need no new server
-LIMIT = 5.0  # seconds that an answer may take longer than the slowest undisturbed one
+LIMIT = 5.0  # maximum seconds that an answer may take longer than the slowest undisturbed one
 TRIES = 4
 OUTPUT = 8  # tokens of an answer
 
 
 @dataclass
 class Fleet:
-    """What may be killed, and what is asked."""
+    """The processes that faults are made in."""
 
     prefill: ServerProcess
     decode: ServerProcess
     owner: OwnerProcess
     routed: ServerProcess
     dead: set[str] = field(default_factory=set)
-    engines: dict[str, int] = field(default_factory=dict)  # those that were killed alone, by their server: process id
+    engines: dict[str, int] = field(default_factory=dict)  # process ids of engines that were killed alone, by fault
 
     def server(self, name: str) -> ServerProcess:
         return self.prefill if name.startswith("prefill") else self.decode
 
     async def strike(self, fault: str, rng: random.Random) -> None:
-        """Let one thing happen."""
+        """Make one fault."""
         for name in fault.split(", "):
             if name == "owner":
                 self.owner.kill()
@@ -87,7 +87,7 @@ class Fleet:
             await asyncio.sleep(rng.random() * 0.05)
 
     def heal(self) -> None:
-        """Start again what was killed, and wait until the router knows all."""
+        """Restart what was killed, and wait until the router knows the blocks of all replicas."""
         if "owner" in self.dead:
             self.owner.start()
         for name in self.dead - {"owner"}:
@@ -95,7 +95,7 @@ class Fleet:
             server.process.wait(10)
             server.launch()
             server.wait_until_ready()
-        for name, killed in self.engines.items():  # which its server starts again
+        for name, killed in self.engines.items():  # their servers restart them
             server, deadline = self.server(name), time.monotonic() + 120
             while server.status() != 200 or not server.children() or server.engine().pid == killed:
                 if time.monotonic() > deadline:
@@ -107,7 +107,7 @@ class Fleet:
 
 
 async def answered(url: str, prompt: list[int], stream: bool, salt: str, patience: float) -> tuple[Answer, float, int]:
-    """Ask until there is an answer; returns it, the seconds from the first try on, and how often it was lost."""
+    """Request until there is an answer; return it, the seconds since the first try, and the number of failed tries."""
     begun = time.perf_counter()
     lost = 0
     while True:
@@ -122,11 +122,11 @@ class Kills:
                  expected: list[list[int]]) -> None:
         self.arguments, self.fleet, self.prompts, self.expected = arguments, fleet, prompts, expected
         self.random = random.Random(arguments.seed)
-        self.plain: list[float] = []  # seconds of undisturbed answers
+        self.plain: list[float] = []  # seconds of each undisturbed answer
         self.waits: dict[str, list[float]] = {fault: [] for fault in FAULTS}
         self.sources: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()  # of rounds that have ended
+        self.faults: Counter[str] = Counter()  # number of completed rounds by fault
         self.wrong: list[dict[str, Any]] = []
 
     async def round(self, number: int, fault: str) -> None:
@@ -203,7 +203,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _rounds(arguments: argparse.Namespace, kills: Kills, rng: random.Random) -> None:
-    for number in range(3):  # the first use of everything, and how long an undisturbed answer takes
+    for number in range(3):  # warm-up, and how long undisturbed answers take
         await kills.round(-1 - number, "none")
     kills.plain = kills.plain[arguments.at_once:]
     plan: list[str] = []
@@ -227,16 +227,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--model", default="small", help="small (random weights), or a folder")
-    parser.add_argument("--prompts", type=int, default=12, help="with answers known beforehand")
-    parser.add_argument("--prompt", type=int, default=321, help="tokens of each")
-    parser.add_argument("--at-once", type=int, default=4, help="requests of a round")
+    parser.add_argument("--prompts", type=int, default=12, help="number of prompts; answers are known beforehand")
+    parser.add_argument("--prompt", type=int, default=321, help="tokens of each prompt")
+    parser.add_argument("--at-once", type=int, default=4, help="requests per round")
     parser.add_argument("--memory", type=int, default=128, help="MiB of the pool")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="from the start on, in which rounds may begin")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time from the start in which rounds may begin")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--append", action="store_true", help="add to what --out has; takes another --seed")
+    parser.add_argument("--append", action="store_true", help="add to the runs in --out; give another --seed")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever was started ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exits through the cleanup of what was started
     begun = time.monotonic()
     arguments.deadline = begun + arguments.seconds
     result = provenance(asdict(probe())) | {

@@ -1,25 +1,25 @@
-"""Numbers in README and docs are those of the JSON that the measurements gave: check them, or write them anew.
+"""Checks that numbers in README and docs are those in the measurements' JSON files, or writes them.
 
-    python benchmarks/doc_numbers.py --check    # tell what differs or has no file; exit code 1 if anything does
-    python benchmarks/doc_numbers.py --write    # put what the files say in their place (`make tables`)
+    python benchmarks/doc_numbers.py --check    # print what differs or has no file; exit code 1 if anything does
+    python benchmarks/doc_numbers.py --write    # replace numbers by those of the files (`make tables`)
 
-A number that is followed by a comment `<!--FILE WHERE FORMAT-->` is checked: FILE lies in benchmarks/results, FORMAT is
-Python's (`,.0f`), and WHERE is a path such as `results[way=head].tokens_per_second`. In a path
+A number followed by a comment `<!--FILE WHERE FORMAT-->` is checked: FILE is in benchmarks/results, FORMAT is Python's
+(`,.0f`), and WHERE is a path such as `results[way=head].tokens_per_second`. In a path
 
-    [KEY=TEXT]              the element of a list; KEY may be `setting.backend`, and several may follow each other
-    [TEXT]                  an element by its index, or a value by a name that has other than letters
-    .min .max .sum .median  of a list of numbers, or of what several elements have; a list counts as its median
+    [KEY=TEXT]              selects elements of a list; KEY may be `setting.backend`, and several may follow each other
+    [TEXT]                  an element by its index, or a value whose name has characters besides letters, digits, _, -
+    .min .max .sum .median  of a list of numbers, or of the values of several elements; a plain list means its median
 
 and paths and numbers can be divided and multiplied: `runs[0].seconds*1000`, `8192/seconds`, `a.value/b.json:value`.
 
-Of a regular table all rows are made, by a comment on the line above it: `<!--rows FILE OF: CELL | CELL-->`. OF is the
-path of a list, one row for each element, or `n=8,16,32`, one row for each n. In a CELL `{WHERE FORMAT}` is a number,
-seen from the element, `{WHERE}` a word; `{WHERE FORMAT?}` leaves the cell empty where there is none.
+All rows of a regular table are generated from a comment on the line above it: `<!--rows FILE OF: CELL | CELL-->`. OF is
+the path of a list, with one row per element, or `n=8,16,32`, with one row per n. In a CELL `{WHERE FORMAT}` is a
+number, its path starting at the element, and `{WHERE}` a word; `{WHERE FORMAT?}` leaves the cell empty if it is absent.
 
-Tables must be marked throughout: a number with a unit, or a cell of numbers alone, right of the first column, has such
-a comment, or `<!--no file: WHY-->` says where it is from. That stands on the line above its table for all of it, in the
-head of a column for the column, in the first cell of a row for the row, or in a cell. Columns headed "default" or
-"number" hold settings and need none.
+All measurements in tables must be marked: a number with a unit, or a cell that consists of numbers, needs such a
+comment outside the first column, or a comment `<!--no file: WHY-->` that says where it is from. The latter applies to a
+whole table on the line above it, to a column in its head, to a row in its first cell, or to one cell. Columns headed
+"default" or "number" hold settings and need none.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROWS = re.compile(r"<!--rows (?P<file>[\w.-]+\.json) (?P<of>.+?): (?P<cells>.+?)
 HOLE = re.compile(r"\{(?P<where>[^{}]+?)(?: (?P<format>[-+,.\dfdeg%]+)(?P<maybe>\?)?)?\}")
 REDUCED: dict[str, Callable[[list[Any]], Any]] = {"min": min, "max": max, "sum": sum, "median": statistics.median}
 EXEMPT = re.compile(r"<!--no file: [^>]+-->")
-SETTINGS = ("default", "number")  # heads of columns in which nothing is measured
+SETTINGS = ("default", "number")  # heads of columns that hold no measurements
 UNITS = r"(?:[mun]?s|%|[GM]i?B)"
 RATES = r"(?:tok/s|[GMT]?B/s|[TG]FLOP/s|x)"
 MEASURED = re.compile(rf"^{NUMBER} ?{UNITS}(?![\w/-])|{NUMBER} ?{RATES}(?![\w/-])(?! [0-9])")
@@ -65,11 +65,11 @@ class Wrong(NamedTuple):
 
 
 class Several(list[Any]):
-    """What several elements of a list have: no number until `.sum` or another of `REDUCED` makes one of it."""
+    """The values of several elements of a list; `.sum` or another of `REDUCED` makes one number of them."""
 
 
 def pages() -> Iterator[Path]:
-    """List README and the docs."""
+    """Yield README and the docs."""
     yield ROOT / "README.md"
     yield from sorted((ROOT / "docs").glob("*.md"))
 
@@ -80,7 +80,7 @@ def _read(path: Path) -> Any:
 
 
 def value(data: Any, where: str, results: Path = RESULTS) -> float:
-    """Return the number at a place; ValueError, in a sentence, where there is none."""
+    """Return the number at a path; raise ValueError with a full sentence if there is none."""
     result, at, operator = 1.0, 0, "*"
     while at < len(where):
         term = TERM.match(where, at)
@@ -141,7 +141,7 @@ def _numbers(found: Any) -> bool:
 
 
 def checked(text: str, results: Path = RESULTS) -> tuple[str, list[Wrong]]:
-    """Return the text with every marked number as its file has it, and those that were others."""
+    """Return the text with every marked number replaced by that of its file, and the numbers that differed."""
     wrong: list[Wrong] = []
 
     def as_found(marked: re.Match[str]) -> str:
@@ -150,10 +150,10 @@ def checked(text: str, results: Path = RESULTS) -> tuple[str, list[Wrong]]:
             data = _read(results / marked["file"])
             found = format(value(data, marked["where"], results), marked["format"])
         except (OSError, ValueError) as error:
-            wrong.append(Wrong(line, marked["number"], f"and the file says nothing: {error}"))
+            wrong.append(Wrong(line, marked["number"], f"but the file has no such value: {error}"))
             return marked[0]
         if found != marked["number"]:
-            wrong.append(Wrong(line, marked["number"], f"and the file says {found}"))
+            wrong.append(Wrong(line, marked["number"], f"but the file has {found}"))
         return marked[0].replace(marked["number"], found, 1)
 
     made = _with_rows(MARKED.sub(as_found, text), results, wrong)
@@ -164,7 +164,7 @@ def checked(text: str, results: Path = RESULTS) -> tuple[str, list[Wrong]]:
 
 
 def _with_rows(text: str, results: Path, wrong: list[Wrong]) -> str:
-    """Return the text with every table of `ROWS` as its file has it; tell in `wrong` the rows that differed."""
+    """Return the text with every table of `ROWS` generated from its file; append the rows that differed to `wrong`."""
     lines = text.split("\n")
     for first, rows in reversed(list(_tables(lines))):
         marked = ROWS.search(lines[first - 1]) if first else None
@@ -173,10 +173,10 @@ def _with_rows(text: str, results: Path, wrong: list[Wrong]) -> str:
         try:
             made = [f"| {row} |" for row in _rows(marked, results)]
         except (OSError, ValueError) as error:
-            wrong.append(Wrong(first, marked[0], f"and the file says nothing: {error}"))
+            wrong.append(Wrong(first, marked[0], f"but the file has no such value: {error}"))
             continue
         there = lines[first + 2 : first + len(rows)]
-        wrong += [Wrong(first + 3 + at, old, f"and the file says {new}")
+        wrong += [Wrong(first + 3 + at, old, f"but the file has {new}")
                   for at, (old, new) in enumerate(zip_longest(there, made, fillvalue="no row")) if old != new]
         lines[first + 2 : first + len(rows)] = made
     return "\n".join(lines)
@@ -212,7 +212,7 @@ def _cell(cell: str, element: Any, results: Path) -> str:
 
 
 def unmarked(text: str) -> list[Wrong]:
-    """Return the cells of tables that hold a measured number without a file."""
+    """Return the cells of tables that hold a measured number without naming a file."""
     found: list[Wrong] = []
     lines = text.splitlines()
     for first, rows in _tables(lines):
@@ -223,7 +223,7 @@ def unmarked(text: str) -> list[Wrong]:
         for index, cells in enumerate(rows[2:], first + 3):
             if EXEMPT.search(cells[0]):
                 continue
-            found += [Wrong(index, cell.strip(), "and no file is named for it")
+            found += [Wrong(index, cell.strip(), "but no file is named for it")
                       for column, cell in enumerate(cells) if column and column not in free and _measured(cell)]
     return found
 
@@ -236,7 +236,7 @@ def _measured(cell: str) -> bool:
 
 
 def _tables(lines: list[str]) -> Iterator[tuple[int, list[list[str]]]]:
-    """Yield the tables outside blocks of code: the index of the first line, and cells by row."""
+    """Yield the tables outside code blocks: the index of the first line, and cells by row."""
     code, table = False, list[str]()
     for index, line in enumerate([*lines, ""]):
         code ^= line.startswith("```")
@@ -248,8 +248,8 @@ def _tables(lines: list[str]) -> Iterator[tuple[int, list[list[str]]]]:
 
 
 @click.command(help=__doc__)
-@click.option("--write", is_flag=True, help="Write what the files say.")
-@click.option("--check", is_flag=True, help="Tell what differs, and exit with code 1 if anything does; the default.")
+@click.option("--write", is_flag=True, help="Write the numbers of the files into the pages.")
+@click.option("--check", is_flag=True, help="Print what differs, and exit with 1 if anything does; the default.")
 def main(write: bool, check: bool) -> None:
     if write and check:
         raise click.UsageError("--check writes nothing; give it or --write")
@@ -260,7 +260,7 @@ def main(write: bool, check: bool) -> None:
             print(f"{page.relative_to(ROOT)}, {each}")
         if write:
             page.write_text(text)
-            wrong = checked(text)[1]  # what cannot be written
+            wrong = checked(text)[1]  # only errors that --write cannot fix
         count += len(wrong) + len(unmarked(text))
     sys.exit(1 if count else 0)
 

@@ -1,11 +1,11 @@
-"""What trees of drafts would bring over chains, where a rounded copy of the model drafts for it.
+"""Tokens per pass that trees of draft tokens would give, compared with chains, if a quantised copy of the model drafts.
 
     python benchmarks/draft_alternatives.py --output benchmarks/results/draft-alternatives.json
 
-The model answers ordinary questions greedily; its copies in int4 and int8 then score these answers, which tells where
-each token of the answer stands among the copy's guesses. From these ranks follows how many tokens a pass would have
-brought: a chain of K drafts ends at the first token that is not the copy's likeliest; a comb, which has the next
-likeliest tokens beside each link of the chain, brings one token more where one of them is right.
+The model answers ordinary questions greedily; its int4 and int8 copies then score these answers, which gives the rank
+of each token of an answer in the copy's distribution. The number of tokens that a pass would have accepted follows from
+these ranks: a chain of K draft tokens ends at the first token that is not the copy's most likely one; a comb, which
+adds the next most likely tokens at each position of the chain, accepts one more token if one of them is right.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from speculation import ORDINARY
 from spillover import LLM, SamplingParams
 
 LENGTHS = (4, 8, 16, 28)
-WIDTHS = (1, 2, 4)  # guesses at each link, that of the chain included
+WIDTHS = (1, 2, 4)  # candidates at each position, including the chain's token
 
 
 def tokens_per_pass(ranks: list[list[int]], most: int, width: int) -> float:
-    """Return the mean of the tokens that passes bring. `ranks`: of the answers' tokens among the guesses, from 1 on."""
+    """Return the mean number of tokens per pass. `ranks`: each token's rank in the copy's distribution, from 1."""
     passes = 0
     for answer in ranks:
         done = 0
@@ -50,7 +50,7 @@ def measured(ranks: list[list[int]]) -> dict[str, Any]:
 
 @click.command()
 @click.option("--model", default=None, help="Default: SmolLM2-135M-Instruct, as float32.")
-@click.option("--tokens", default=128, show_default=True, help="Of each of twelve answers.")
+@click.option("--tokens", default=128, show_default=True, help="Number of tokens of each of twelve answers.")
 @click.option("--output", default=None, type=click.Path(path_type=Path), metavar="FILE")
 def main(model: str | None, tokens: int, output: Path | None) -> None:
     flags: dict[str, Any] = {"device": "cpu", "max_model_len": 512 + tokens, "weight_codes": "widen"}

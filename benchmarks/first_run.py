@@ -1,10 +1,10 @@
-"""Runs a command as on its first day: in a pseudo-terminal, with an empty home, and times every piece of output.
+"""Runs a command as on a first day: in a pseudo-terminal, with an empty home folder, and times all of its output.
 
     python benchmarks/first_run.py                              # spill generate, then spill demo
     python benchmarks/first_run.py --limit 2 -- chat --help
 
-Prints what appears, with the seconds at which it did, and the longest time without any output; exits with 1 where that
-is longer than the limit or where a temporary folder is left behind. `--record FILE` writes the same as Markdown.
+Prints the output with the seconds at which it appeared, and the longest time without any; exits with 1 if that is
+longer than the limit or if a temporary folder is left behind. `--record FILE` writes the same as Markdown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import click
 
 WAIT_SECONDS = 1800.0
-FRAME_SECONDS = 5.0  # between the frames of a bar that are written down
+FRAME_SECONDS = 5.0  # minimum seconds between two recorded frames of a progress bar
 GENERATE = ("generate", "The capital of France is", "--max-tokens", "16")
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>()][A-Z0-9]?")
 _MOVING = re.compile(r"[━╸╺ ]{2,}|[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏]")
@@ -35,7 +35,7 @@ class Run:
     command: str
     seconds: float = 0.0
     status: int = 0
-    gap: float = 0.0  # longest time without output
+    gap: float = 0.0  # longest time without output, in seconds
     gap_at: float = 0.0
     before_gap: str = ""
     lines: list[tuple[float, str]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Run:
 
 
 def run(arguments: tuple[str, ...], home: Path) -> Run:
-    """Everything the command leaves outside of its cache is reported."""
+    """Run a command in `home`; return its output with times, and the temporary files that it left outside its cache."""
     temporary = home / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"HOME": str(home), "SPILLOVER_CACHE": str(home / ".cache" / "spillover"),
@@ -90,7 +90,7 @@ def run(arguments: tuple[str, ...], home: Path) -> Run:
 
 
 def _add(done: Run, seconds: float, line: str) -> None:
-    """A frame of a moving bar is written down now and then."""
+    """Record a line; of a moving progress bar, record only one frame every few seconds."""
     line = line.rstrip()
     if not line.strip():
         return
@@ -111,7 +111,7 @@ def shown(done: Run) -> str:
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1)
 @click.option("--limit", default=2.0, show_default=True, help="Longest time without output, in seconds.")
-@click.option("--record", type=click.Path(path_type=Path), default=None, help="Write what appeared to this file.")
+@click.option("--record", type=click.Path(path_type=Path), default=None, help="Write Markdown to this file.")
 @click.option("--keep", is_flag=True, help="Keep the home folder.")
 def main(arguments: tuple[str, ...], limit: float, record: Path | None, keep: bool) -> None:
     home = Path(tempfile.mkdtemp(prefix="first-run-"))

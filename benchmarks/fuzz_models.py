@@ -1,7 +1,7 @@
-"""Opens mutated model files and counts how each attempt ends: a model, one sentence that names the file, or a fault.
+"""Opens mutated model files and counts the outcomes: the model loads, one sentence names the file, or there is a fault.
 
-Faults are tracebacks, sentences that name no file, attempts that take longer than a limit, and large allocations.
-Mutations are of bytes and of structure, each from its own seed: `--only 1234` repeats one alone and shows what it was.
+Faults are tracebacks, messages that name no file, attempts that take longer than a limit, and large allocations.
+Mutations change bytes or structure, each by its own seed: `--only 1234` repeats a single one and shows what it was.
 
     python benchmarks/fuzz_models.py --count 4000 --json benchmarks/results/fuzz-models.json
 """
@@ -49,18 +49,18 @@ from spillover.models.safetensors_folder import TORCH_NAMES
 from spillover.models.tokenizer import load_tokenizer
 
 SECONDS = 10.0  # an attempt that takes longer counts as hung
-ALLOWED_NBYTES = 1 << 30  # of address space beyond what the process has when it begins
+ALLOWED_NBYTES = 1 << 30  # address space that the process may add after its start
 WRONG: list[Any] = [None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 0.5, -1.0, 1e308, float("nan"), float("inf"), "",
                     "x", "\x00", "x" * 5000, "../../../etc/passwd", [], [[]], [0], ["x"], [None, 1], {}, {"x": 1},
                     {"x": {"y": []}}]
 
 
 class Hung(BaseException):
-    """Not an Exception: nobody's handler may swallow it."""
+    """The time limit has passed. Not an Exception, so that no other handler catches it."""
 
 
 def main_case(seed: int, seeds: Path, folder: Path) -> tuple[str, Path]:
-    """Write the mutation of that seed; returns what it is and the path to open."""
+    """Write the mutation of a seed; return its description and the path to open."""
     draw = random.Random(seed)
     names = [*gguf_models(), *folder_configs()]
     name = names[seed % len(names)]
@@ -88,7 +88,7 @@ def mutate_gguf(draw: random.Random, whole: Gguf) -> tuple[str, bytes]:
 
 
 def mutate_bytes(draw: random.Random, content: bytearray, head: int) -> str:
-    """In place, mostly within the first `head` bytes."""
+    """Mutate `content` in place, mostly within its first `head` bytes; return a description."""
     said = []
     for _ in range(draw.choice([1, 1, 2, 4, 16])):
         at = draw.randrange(head if draw.random() < 0.9 else len(content)) if content else 0
@@ -131,7 +131,7 @@ def _gguf_value(draw: random.Random, depth: int = 0) -> tuple[int, Any]:
 
 
 def nested(depth: int) -> bytes:
-    """An array in an array, that many times."""
+    """Return the bytes of `depth` arrays, each inside the one before."""
     return struct.pack("<IQ", ARRAY, 1) * depth + struct.pack("<IQ", UINT32, 0)
 
 
@@ -259,7 +259,7 @@ def mutate_json(draw: random.Random, tree: Any) -> tuple[str, bytes]:
 
 
 def like(draw: random.Random, value: Any) -> Any:
-    """Of the same type, and wrong."""
+    """Return a different value, of the same type in most cases."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -274,7 +274,7 @@ def like(draw: random.Random, value: Any) -> Any:
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (holder, key), the outer ones first."""
+    """Yield every (container, key), outer ones first."""
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, key
         if isinstance(value, dict | list):
@@ -282,16 +282,16 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def attempt(path: Path, plan: bool) -> None:
-    """All that a start does with a model's files, short of computing."""
+    """Do everything that a start does with a model's files, except computing."""
     failure: SpilloverError | None = None
     for stage in (_weights, _tokens, weights_digest, *([_plan] if plan else [])):
         try:
             stage(path)
         except RequestError:
-            pass  # a template that refuses messages is told to whoever sends them
+            pass  # the template rejects messages: an error for the client that sends them
         except SpilloverError as error:
             if path.name not in str(error) or "\n" in str(error) or len(str(error)) > 2000:
-                raise AssertionError(f"a sentence that does not name the file, or is none: {error!r}") from error
+                raise AssertionError(f"not one sentence that names the file: {error!r}") from error
             failure = error
     if failure is not None:
         raise failure
@@ -333,7 +333,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def run_one(seed: int, seeds: Path, report: Callable[[str], None], plan: bool) -> tuple[str, str, float]:
-    """(how it ended, what the mutation was, seconds)"""
+    """Run one mutation; return its outcome, its description and the seconds it took."""
     with tempfile.TemporaryDirectory() as folder:
         what, path = main_case(seed, seeds, Path(folder))
         start = time.monotonic()
@@ -350,7 +350,7 @@ def run_one(seed: int, seeds: Path, report: Callable[[str], None], plan: bool) -
         except MemoryError:
             ending = "large allocation"
             traceback.print_exc()
-        except BaseException as error:  # also the panics of libraries in Rust, which are no Exceptions
+        except BaseException as error:  # also panics of Rust libraries, which are no Exceptions
             if isinstance(error, KeyboardInterrupt):
                 raise
             ending = "traceback"
@@ -376,7 +376,7 @@ def write_seeds(folder: Path) -> None:
 
 
 def stored(form: WeightFormat | None, name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return a checkpoint's tensors of one matrix: types and shapes."""
+    """Return the tensors that a checkpoint stores for one matrix: types and shapes by name."""
     module = name.removesuffix(".weight")
     form = form.base.stored_as(module) if isinstance(form, Dequantized) else form
     if form is None or form == DENSE:
@@ -391,10 +391,10 @@ _KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
 
 @click.command()
 @click.option("--count", default=4000, show_default=True, help="Number of mutations.")
-@click.option("--first", default=0, show_default=True, help="Seed of the first one.")
-@click.option("--only", type=int, default=None, help="Run this seed alone and show what it says.")
+@click.option("--first", default=0, show_default=True, help="Seed of the first mutation.")
+@click.option("--only", type=int, default=None, help="Run only this seed and show its message.")
 @click.option("--json", "output", type=click.Path(path_type=Path), default=None, help="Write the counts here.")
-@click.option("--verbose", is_flag=True, help="Show every sentence.")
+@click.option("--verbose", is_flag=True, help="Show every message.")
 def main(count: int, first: int, only: int | None, output: Path | None, verbose: bool) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -405,7 +405,7 @@ def main(count: int, first: int, only: int | None, output: Path | None, verbose:
         os.environ |= {"SPILLOVER_CACHE": str(Path(scratch, "cache")), "SPILLOVER_NATIVE": "0"}
         seeds = Path(scratch, "seeds")
         write_seeds(seeds)
-        for name, whole in gguf_models().items():  # unchanged, each loads
+        for name, whole in gguf_models().items():  # without mutations all of them load
             (seeds / f"{name}.gguf").write_bytes(whole.encode())
             attempt(seeds / f"{name}.gguf", plan=True)
         for name in folder_configs():

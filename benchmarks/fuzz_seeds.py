@@ -1,4 +1,4 @@
-"""Small whole models to mutate (fuzz_models.py): GGUF files as typed fields and tensors, and Hugging Face folders."""
+"""Small models for fuzz_models.py to mutate: GGUF files as typed fields and tensors, and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ GROUP = 16  # columns that share a scale
 
 @dataclass
 class Gguf:
-    """What a file holds, each part free to be wrong."""
+    """The content of a GGUF file; each part may be made invalid."""
 
     fields: list[tuple[bytes, int, Any]]  # name, type, value; of an array: (type of entries, entries), or its bytes
     tensors: list[tuple[bytes, list[int], int, int]] = field(default_factory=list)  # name, dimensions, kind, offset
     data: bytes = b""
     version: int = 3
-    tensor_count: int | None = None  # None: the true one
+    tensor_count: int | None = None  # number that the header states, as the next one; None for the true number
     field_count: int | None = None
 
     def encode(self) -> bytes:
@@ -131,7 +131,7 @@ def _attention(kind: Kind, bias: bool = False) -> dict[str, tuple[np.ndarray, Ki
 
 
 def gguf_models() -> dict[str, Gguf]:
-    """Every reader's branch: byte-level and SentencePiece vocabularies, codes, Llama 3's rope, experts, MXFP4."""
+    """Return models for every branch of the reader: two kinds of vocabulary, codes, Llama 3's rope, experts, MXFP4."""
     draw = np.random.default_rng(1)
 
     def values(*shape: int) -> np.ndarray:
@@ -178,7 +178,7 @@ def gguf_models() -> dict[str, Gguf]:
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[str, tuple[int, ...]]],
                  sharded: bool) -> Path:
-    """As on the hub: configs, tokenizer, weights in one file or in two with an index."""
+    """Write a folder as on the Hugging Face hub: configs, tokenizer, weights in one file or in two with an index."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1], "temperature": 0.6, "top_p": 0.9}))
@@ -209,7 +209,7 @@ def write_safetensors(file: Path, tensors: dict[str, tuple[str, tuple[int, ...]]
             values = (np.arange(shape[0], dtype=np.int32) // GROUP).tobytes()
         elif kind in ("F32", "F16"):
             values = draw.standard_normal(shape).astype(np.float32 if kind == "F32" else np.float16).tobytes()
-        else:  # any bytes are codes; of FP8, those that are numbers
+        else:  # any bytes are codes; below 127 they are FP8 numbers too
             values = draw.integers(0, 127, (*shape, 4 if kind == "I32" else 1), dtype=np.uint8).tobytes()
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [len(data), len(data) + len(values)]}
         data += values

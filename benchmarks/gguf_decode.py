@@ -1,8 +1,8 @@
-"""Decode one request with a GGUF file of random codes, types as in llama.cpp's Q4_K_M and shapes of Llama-3.1-8B:
+"""Decodes one request with a GGUF file of random codes, types as in llama.cpp's Q4_K_M and shapes of Llama-3.1-8B:
 
     PYTHONPATH=tests python benchmarks/gguf_decode.py /tmp/m.gguf [--layers 32] [--device cuda] [--codes keep|widen]
 
-The file is written if it is not there (4.9 GB). Prints tokens a second, and the bytes of the weights as planned.
+The file (4.9 GB) is written if it does not exist. Prints tokens per second, and the bytes of the weights as planned.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write(path: Path, layers: int) -> None:
     for name, (rows, columns) in {"token_embd.weight": (VOCAB, HIDDEN), "output.weight": (VOCAB, HIDDEN),
                                   **named}.items():
         kind = Kind.Q4_K if name.startswith("token") else q4_k_m(name, columns, layers)
-        some = stored(kind, 64, columns)  # again and again: the values do not matter
+        some = stored(kind, 64, columns)  # repeated below, as the values do not matter
         whole = np.concatenate([some] * -(-rows // len(some)))[:rows]
         writer.add_tensor(name, whole, raw_dtype=kind)
     writer.write_header_to_file()

@@ -1,7 +1,7 @@
-"""Each GPU kernel by itself, beside what the machine allows: GB/s of the bytes it must move, TFLOP/s of its products.
+"""Speed of each GPU kernel alone: GB/s of the bytes it must move, TFLOP/s of its products.
 
     python benchmarks/gpu_kernels.py                 # as the engine calls them
-    python benchmarks/gpu_kernels.py --tune          # and with other tile sizes, to choose from
+    python benchmarks/gpu_kernels.py --tune          # also with other tile sizes
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS: list[dict[str, Any]] = []
 
 
 def seconds(run: Callable[[], object], calls: int = 10) -> float:
-    """Median of replays of a graph that holds the call `calls` times, so that launches leave no gaps."""
+    """Return the median time of a call, from replays of a graph with `calls` calls, so that launches leave no gaps."""
     run()
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -74,7 +74,7 @@ def show(name: str, run: Callable[[], object], nbytes: float = 0, flops: float =
 
 def batch(counts: list[int], lengths: list[int], heads: int, kv_heads: int, dim: int, block_size: int,
           layers: int = 4, kv_dtype: str = "auto") -> tuple[Tensor, list[Tensor], AttentionBatch]:
-    """Queries, the views of some layers (more than the cache holds) and the batch."""
+    """Return queries, keys and values, the KV of some layers (more than the cache holds), and the batch."""
     width = -(-max(lengths) // block_size)
     blocks = sum(-(-length // block_size) for length in lengths)
     size = block_size * (dim if kv_dtype == "auto" else dim + 4)
@@ -101,7 +101,7 @@ def batch(counts: list[int], lengths: list[int], heads: int, kv_heads: int, dim:
 
 def _attention(name: str, qkv: Tensor, views: list[Tensor], made: AttentionBatch, heads: int, window: int | None,
                nbytes: float, flops: float, **settings: Any) -> float:
-    """Time it on one layer after the other."""
+    """Time attention over one layer after the other."""
     dim = qkv.shape[2]
     sinks = torch.randn(heads, device="cuda") if dim == 64 else None
     worked = replace(made, work=device.make_work(made, heads, views[0].shape[2], dim, window))
@@ -178,7 +178,7 @@ def prefills(tune: bool) -> None:
         time_it()
         if kv_dtype != "auto" or dim != attention_prefill.DIM:
             continue
-        with mock.patch.object(ordered_prefill, "attend_prefill", return_value=False):  # as on other cards
+        with mock.patch.object(ordered_prefill, "attend_prefill", return_value=False):  # as on other GPUs
             time_it(by="Triton")
             for shape in [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)] if tune else []:
                 with mock.patch.object(ordered_prefill, "SMALL", shape):

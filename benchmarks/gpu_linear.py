@@ -1,10 +1,10 @@
-"""Linear products of Llama-3.1-8B's shapes on a GPU: bfloat16 in one order of sums, FP8 by rows and by blocks.
+"""Matrix products of Llama-3.1-8B's shapes on a GPU: bfloat16 with one order of summation, FP8 by rows and by blocks.
 
-    python benchmarks/gpu_linear.py --output linear.json          # what the engine would choose
-    python benchmarks/gpu_linear.py --cuts                        # and every cut of FP8 products
+    python benchmarks/gpu_linear.py --output linear.json          # the cuts that the engine chooses
+    python benchmarks/gpu_linear.py --cuts                        # also every cut of FP8 products
 
-A graph holds the products of 32 layers, each with weights of its own, so that no cache holds them. Each form runs in a
-process of its own that has a deadline; bits of a row are compared over all numbers of rows.
+A graph contains the products of 32 layers with different weights, so that no cache holds them. Each form runs in a
+separate process with a deadline; the bits of a row are compared between all numbers of rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "dow
 ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 1024, 8192)
 FORMS = ("bf16", "fp8 rows", "fp8 blocks")
 LAYERS = 32
-DEADLINE = 300  # seconds of a form
+DEADLINE = 300  # seconds that one form may take
 DEVICE = torch.device("cuda")
 
 Product = Callable[[Tensor], Tensor]
@@ -64,7 +64,7 @@ def all_layers(products: list[Product], x: Tensor) -> None:
 
 
 def cuts(rows: int, shape: Shape) -> list[FewCut | Cut]:
-    """Return all ways to cut a product, compiled."""
+    """Return every cut of a product, compiled."""
     found: list[FewCut | Cut] = []
     if rows <= cuda.FEW_ROWS:
         found += cuda.few_cuts(rows, shape, processors(DEVICE))
@@ -76,7 +76,7 @@ def cuts(rows: int, shape: Shape) -> list[FewCut | Cut]:
 
 
 def measure(form: str, every_cut: bool) -> list[dict[str, Any]]:
-    """Time all shapes at all numbers of rows, and check bits."""
+    """Time all shapes at all numbers of rows, and check that bits are the same."""
     found: list[dict[str, Any]] = []
     random = torch.Generator(DEVICE).manual_seed(0)
     for name, (channels, inner) in SHAPES.items():
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--cuts", action="store_true", help="time every cut of FP8 products")
-    parser.add_argument("--form", choices=FORMS, help="this form alone, in this process")
+    parser.add_argument("--form", choices=FORMS, help="time only this form, in this process")
     parser.add_argument("--deadline", type=int, default=DEADLINE)
     given = parser.parse_args()
     if given.form:

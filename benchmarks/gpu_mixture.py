@@ -1,10 +1,10 @@
-"""A mixture's MLP on the device, from the router's scores to the sum, beside the bytes and FLOPs it must take.
+"""Speed of a mixture's MLP on the device, from the router's scores to the sum, compared with the limit of its work.
 
     python benchmarks/gpu_mixture.py
 
 One layer's experts of gpt-oss-120b (MXFP4) and Qwen3-30B-A3B (FP8, integers, bfloat16), random weights and routing,
-with one order of sums unless --fast is given. Calls are
-timed in a CUDA graph; for few tokens each call of it routes elsewhere, so that little is found in the cache.
+batch-invariant unless --fast is given. Calls are timed in a CUDA graph; for few tokens each call in it routes
+differently, so that few weights are in the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spillover.kernels.moe.moe import mixture
 from spillover.plan.measure import measure_rates
 from spillover.plan.rates import Rates
 
-# Form, hidden, inner, experts, k, limit of the activation.
+# Format, hidden size, inner size, number of experts, experts per token, limit of the activation.
 SHAPES: dict[str, tuple[str, int, int, int, int, float | None]] = {
     "gpt-oss-120b": ("mxfp4", 2880, 2880, 128, 4, 7.0),
     "Qwen3-30B-A3B fp8": ("fp8", 2048, 768, 128, 8, None),
@@ -61,7 +61,7 @@ def stack(form: str, experts: int, rows: int, columns: int, biased: bool) -> Exp
 
 
 def milliseconds(call: Callable[[Tensor, Tensor], Tensor], inputs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Of one call; the median of ten replays of a graph that holds a call with each of the inputs."""
+    """Return the time of one call: the median of ten replays of a graph that calls with each of the inputs."""
     for each in inputs:
         call(*each)
     torch.cuda.synchronize()
@@ -70,7 +70,7 @@ def milliseconds(call: Callable[[Tensor, Tensor], Tensor], inputs: Sequence[tupl
         for each in inputs:
             call(*each)
     times = []
-    for _ in range(20):  # the first ten let the clocks rise
+    for _ in range(20):  # the first ten are a warm-up, in which clocks rise
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
@@ -114,8 +114,8 @@ def layer(name: str, rates: Rates, fast: bool) -> list[Figure]:
 
 @click.command()
 @click.option("--output", default=None, metavar="FILE", help="Write the result; 'results' is benchmarks/results/.")
-@click.option("--fast", is_flag=True, help="As the engine computes with --fast.")
-@click.option("--model", "models", multiple=True, type=click.Choice(list(SHAPES)), help="Instead of all; repeat it.")
+@click.option("--fast", is_flag=True, help="Compute as the engine does with --fast.")
+@click.option("--model", "models", multiple=True, type=click.Choice(list(SHAPES)), help="Only this; repeatable.")
 @torch.inference_mode()
 def main(output: str | None, fast: bool, models: tuple[str, ...]) -> None:
     rates = measure_rates("cuda")

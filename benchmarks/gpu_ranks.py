@@ -1,10 +1,10 @@
-"""Ranks on CUDA devices: the time of their sums by size, and what they take of a step.
+"""Ranks on CUDA devices: the time of an all-reduce by size, and its share of a step.
 
     python benchmarks/gpu_ranks.py --model llama-3.1-8b [--share-device]
 
-Random weights. With --share-device all ranks are on one card, without NVLink between them and taking its processors
-from each other: sums then show what a meeting costs, and steps nothing of what several cards would gain. Ranks that
-share a card take turns of 2 ms on it unless the Multi-Process Service (nvidia-cuda-mps-control -d) runs.
+Random weights. With --share-device all ranks are on one GPU, where they have no NVLink and compete for its processors:
+all-reduces then show the cost of a meeting, and steps show nothing of what several GPUs would gain. Ranks that share a
+GPU take turns of 2 ms on it unless the Multi-Process Service (nvidia-cuda-mps-control -d) runs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from gpu_workload import RESULTS, opened, options, origin, run
 from spillover.engine.parallel.cuda_ranks import CudaRanks
 
 SIZES = (8 << 10, 16 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)  # bytes of a sum; 8 KiB: a row of 4,096 bfloat16
-CALLS = 50  # in a CUDA graph
+CALLS = 50  # sums in a CUDA graph
 REPLAYS = 20
 
 
 def sums(rank: int, size: int, folder: Path) -> dict[int, float]:
-    """Return microseconds of a sum by bytes, at this rank."""
+    """Return the microseconds of an all-reduce by bytes, at this rank."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     ranks = CudaRanks(rank, size, folder)
     found = {}
@@ -69,7 +69,7 @@ def measure_sums(size: int) -> dict[int, float]:
 
 
 def decode(model: str, requests: int, length: int, repeats: int, flags: dict[str, Any]) -> dict[str, Any]:
-    """Return tokens per second, and what ranks did per step, of requests that decode together."""
+    """Return the tokens per second of requests that decode together, and the work and waits of ranks per step."""
     prompts, lengths = [[3 + index] * 64 for index in range(requests)], [length] * requests
     with opened(model, max_model_len=1024, max_num_seqs=requests, device="cuda", **flags) as llm:
         run(llm, prompts, lengths, 0.0)
@@ -89,8 +89,8 @@ def decode(model: str, requests: int, length: int, repeats: int, flags: dict[str
 @click.command()
 @click.option("--model", default="llama-3.1-8b", show_default=True)
 @click.option("--ranks", default=2, show_default=True)
-@click.option("--share-device", is_flag=True, help="Put all ranks on one card.")
-@click.option("--gpu-memory", default="24GB", show_default=True, help="Of each rank.")
+@click.option("--share-device", is_flag=True, help="Put all ranks on one GPU.")
+@click.option("--gpu-memory", default="24GB", show_default=True, help="Device memory of each rank.")
 @click.option("--length", default=128, show_default=True)
 @click.option("--rank", type=int, hidden=True)
 @click.option("--folder", type=click.Path(path_type=Path), hidden=True)
@@ -111,7 +111,7 @@ def main(model: str, ranks: int, share_device: bool, gpu_memory: str, length: in
             found = decode(model, requests, length, repeats, {"gpu_memory": gpu_memory, **flags})
             found["cuda_graphs"] = "enforce_eager" not in flags
             print(f"{model}, {requests} requests, {found['ranks']} ranks{'' if found['cuda_graphs'] else ', eager'}: "
-                  f"{found['value']:.1f} tok/s, {found['meetings_per_step']:.0f} meetings a step, waited "
+                  f"{found['value']:.1f} tok/s, {found['meetings_per_step']:.0f} meetings per step, waited "
                   f"{found['waited_ms_per_step']:.2f} ms of it ({found['share_waited']:.0%})", flush=True)
             entries.append(found)
     if output is not None:

@@ -1,7 +1,7 @@
-"""What the GPU workloads share: models of the true shapes with random weights, limits, and the form of a result.
+"""Common code of the GPU workloads: models of the true shapes with random weights, limits, and the form of a result.
 
-A result file holds one figure, or a list of them: workload, metric, unit, value (the median), repeats (as measured),
-limit and percent_of_limit (what the machine allows, by rates measured in the same run), and where it came from.
+A result file holds one figure, or a list of them: workload, metric, unit, value (the median), repeats (all measured
+values), limit (by rates measured in the same run), percent_of_limit, and the origin.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Figure:
 
 @contextlib.contextmanager
 def opened(name: str, **flags: Any) -> Iterator[LLM]:
-    """A model of the true shape with random weights; what its graphs cost is printed at the end."""
-    gc.collect()  # a model before this one
+    """Open a model of the true shape with random weights; print the cost of its CUDA graphs at the end."""
+    gc.collect()  # frees a model opened before
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[name]))
@@ -81,7 +81,7 @@ def graph_line(llm: LLM) -> str:
 
 
 def roofline(name: str, rates: Rates | None = None) -> Roofline:
-    """The limits of a model here, by rates measured now."""
+    """Return the limits of a model on this machine, by the given rates or by rates measured now."""
     built = architecture(MODELS[name])
     config = built.config(MODELS[name])
     return Roofline(model_shape(config, built.weight_specs(config), "bfloat16"), rates or measure_rates("cuda"))
@@ -94,7 +94,7 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], lengths: Sequence[int], temp
 
 
 def decode_rate(llm: LLM, prompt_len: int, output_len: int, seed: int) -> float:
-    """Tokens a second after the first one."""
+    """Return the tokens per second after the first token."""
     rng = random.Random(seed)
     output = run(llm, [[rng.randint(0, 10000) for _ in range(prompt_len)]], [output_len], 0.0)[0]
     assert output.timings is not None
@@ -109,7 +109,7 @@ def prefill_seconds(llm: LLM, length: int, seed: int) -> float:
 
 
 def write(name: str, figures: Sequence[Figure], output: str | None, **details: Any) -> None:
-    """Prints the figures and writes them to `output`, or to benchmarks/results/NAME.json where that is "results"."""
+    """Print the figures and write them to `output`, or to benchmarks/results/NAME.json if that is "results"."""
     entries = [{"workload": name, "metric": figure.metric, "unit": figure.unit, "value": figure.value,
                 "repeats": list(figure.repeats), "limit": figure.limit, "percent_of_limit": figure.percent_of_limit,
                 **figure.details, **details, **origin()} for figure in figures]
@@ -124,7 +124,7 @@ def write(name: str, figures: Sequence[Figure], output: str | None, **details: A
 
 
 def origin() -> dict[str, Any]:
-    """Where a result came from."""
+    """Return where a result came from: commit, date, GPU, versions and command."""
     return {
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,12 +1,12 @@
-"""How fast the host's cores compute experts, beside the rate at which they read memory.
+"""Speed of the host's cores at computing experts, compared with the rate at which they read memory.
 
     python benchmarks/host_experts.py --threads 1,2
 
-Experts of gpt-oss-120b (MXFP4) and Qwen3-30B-A3B (FP8, bfloat16) with random weights, as many of them as make up
---gigabytes, asked for in turn: little of them is found in a cache. A call is one token's number of experts of one
-layer, each with the same number of rows. Bytes are those of the experts' weights, each counted once a call, and
-microseconds those of one expert. A rate is the median over the calls, and beside it the best: what else runs on the
-machine shows less there. Memory is read by torch, as `spill doctor` does it; percents are of the same kind of rate.
+Experts of gpt-oss-120b (MXFP4) and Qwen3-30B-A3B (FP8, bfloat16) with random weights, --gigabytes of them, used in turn
+so that few are found in a cache. A call computes as many experts of one layer as one token is routed to, each with the
+same number of rows. Rates count the bytes of the experts' weights once per call; microseconds are those of one expert.
+A rate is the median over the calls, followed by the maximum, which other processes affect less. Memory is read by
+torch, as in `spill doctor`; a percentage compares median with median, or maximum with maximum.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODELS = {
 
 
 def memory(nbytes: int) -> Tensor:
-    """In large pages where the system gives them."""
+    """Allocate memory, in huge pages if the system provides them."""
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -42,7 +42,7 @@ def memory(nbytes: int) -> Tensor:
 
 
 def fill(layout: ExpertLayout, run: Tensor) -> Tensor:
-    """Records [layers, experts, record_bytes] in `run`, all of one expert's random weights."""
+    """Return records [layers, experts, record_bytes] in `run`, all with the same random weights of one expert."""
     one = torch.zeros(1, layout.record.nbytes, dtype=torch.uint8)
     for stack in layout.stacks(one):
         if stack.scales is None:
@@ -63,7 +63,7 @@ def fill(layout: ExpertLayout, run: Tensor) -> Tensor:
 
 
 def requests(layers: int, experts: int, k: int, rows: int) -> Iterator[tuple[int, Tensor]]:
-    """(layer, pairs) without end: each time the k experts that were asked for longest ago."""
+    """Yield (layer, pairs) endlessly: each time the k experts that were used longest ago."""
     while True:
         for first in range(0, experts - k + 1, k):
             for layer in range(layers):
@@ -74,7 +74,7 @@ def requests(layers: int, experts: int, k: int, rows: int) -> Iterator[tuple[int
 def product_rate(
     layout: ExpertLayout, records: Tensor, k: int, rows: int, threads: int, seconds: float, tile_rows: int
 ) -> tuple[float, float]:
-    """Bytes a second, the median and the best."""
+    """Return the bytes of experts computed per second, median and maximum."""
     x = torch.randn(rows, layout.hidden).to(layout.dtype).float()
     rates = []
     with HostExperts(layout, [layer.data_ptr() for layer in records], threads, tile_rows=tile_rows) as experts:
@@ -89,8 +89,8 @@ def product_rate(
 
 
 def read_rate(data: Tensor, threads: int, seconds: float) -> tuple[float, float]:
-    """Bytes a second that torch reads, the median and the best: by a reduction or a matrix-vector product, whichever is
-    faster. A reading is as long as a call of the product, or the best of either would not be comparable."""
+    """Return the bytes per second that torch reads, median and maximum, by a reduction or a matrix-vector product,
+    whichever is faster. A reading takes about as long as a call of experts, so that the maxima are comparable."""
     floats = data[: len(data) // (1 << 26) * (1 << 26)].view(torch.float32).view(-1, 1 << 10, 1 << 14)
     vector, out = torch.zeros(1 << 14), torch.empty(1 << 10)
 
@@ -116,11 +116,11 @@ def timed(parts: Tensor, call: Callable[[Tensor], object], seconds: float) -> tu
 
 
 @click.command()
-@click.option("--threads", default=None, help="Numbers of threads, with commas; all cores unless given.")
-@click.option("--rows", default="1,2,4,6,8,16", help="Numbers of rows of an expert, with commas.")
-@click.option("--tile-rows", default=TILE_ROWS, help="Rows from which tiles are used, where there are such; 0: never.")
-@click.option("--gigabytes", default=2.0, help="Weights of each model.")
-@click.option("--seconds", default=2.0, help="Spent on each number.")
+@click.option("--threads", default=None, help="Numbers of threads, separated by commas; default: all cores.")
+@click.option("--rows", default="1,2,4,6,8,16", help="Numbers of rows per expert, separated by commas.")
+@click.option("--tile-rows", default=TILE_ROWS, help="Rows from which tiles are used, if available; 0: never.")
+@click.option("--gigabytes", default=2.0, help="Size of each model's weights.")
+@click.option("--seconds", default=2.0, help="Duration of each measurement.")
 def main(threads: str | None, rows: str, tile_rows: int, gigabytes: float, seconds: float) -> None:
     counts = [int(each) for each in threads.split(",")] if threads else [available_cores()]
     run = memory(int(gigabytes * 1e9))

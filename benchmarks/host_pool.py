@@ -1,14 +1,14 @@
-"""Engines of one model on one machine: one shared pool against a private host tier each, at the same total memory.
+"""Engines of one model on one machine: a shared pool compared with private host tiers, at the same total memory.
 
     python benchmarks/host_pool.py --output-json benchmarks/results/host_pool.json
     python benchmarks/host_pool.py --device cuda --model qwen3-0.6b --prefix 2048 --output-json ...
 
-Requests begin with one of several long prefixes and go to the engines in turn, whoever asked before: what a load
-balancer without knowledge of caches does. Each engine answers a batch at a time, all engines at once. `--memory` is the
-host memory of all engines together, as a share of what all prefixes take: private tiers get a part each, the pool gets
-all of it less the staging slots of its engines. Both arms take turns in each repeat, with the same requests; their
-tokens must be the same. Hit rate is of prompt tokens. After the last repeat one engine over the pool is killed and
-started again, to see where its first prefixes come from.
+Requests begin with one of several long prefixes and are assigned to the engines in turn, whatever these have cached,
+as by a load balancer that does not know about caches. Each engine answers one batch at a time, all engines at once.
+`--memory` is the host memory of all engines together, as a share of the KV of all prefixes: private tiers get equal
+parts, the pool gets all of it minus the staging slots of its engines. In each repeat both arms run the same requests,
+in alternating order; their tokens must be the same. The hit rate counts prompt tokens. After the last repeat one engine
+of the pool is killed and restarted, to see where its first prefixes come from.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PATIENCE = 600.0
 
 
 class Arm:
-    """Engines that are up, with a private tier each or over a pool."""
+    """Running engines, with a private tier each or with one shared pool."""
 
     def __init__(self, name: str, flags: dict[str, Any], arguments: argparse.Namespace, folder: Path, total: int,
                  stack: ExitStack) -> None:
@@ -55,12 +55,12 @@ class Arm:
             engine.wait_ready()
 
     def run(self, batches: list[list[list[list[int]]]], max_tokens: int) -> dict[str, Any]:
-        """Answer each engine's batches, all engines at once; return what it took and where prefixes came from."""
+        """Answer each engine's batches, all engines at once; return the duration and the sources of prompt tokens."""
         sources: Counter[str] = Counter()
         tokens: list[Any] = []
         started = time.perf_counter()
         for engine, mine in zip(self.engines, batches, strict=True):
-            for batch in mine:  # they wait in its pipe: no engine waits for another
+            for batch in mine:  # batches queue in the engine's pipe, so that no engine waits for another
                 engine.send(batch, max_tokens)
         for engine, mine in zip(self.engines, batches, strict=True):
             for _ in mine:
@@ -77,7 +77,7 @@ class Arm:
 
 def workload(arguments: argparse.Namespace, rng: random.Random, prefixes: list[list[int]],
              words: int) -> list[list[list[list[int]]]]:
-    """Batches of prompts for each engine: prefixes in random order, with a question of its own behind each."""
+    """Return batches of prompts for each engine: prefixes in random order, each followed by a different question."""
     prompts = [rng.choice(prefixes) + [rng.randrange(1, words) for _ in range(arguments.question)]
                for _ in range(arguments.requests)]
     mine = [prompts[number :: arguments.engines] for number in range(arguments.engines)]
@@ -85,7 +85,7 @@ def workload(arguments: argparse.Namespace, rng: random.Random, prefixes: list[l
 
 
 def restarted(arm: Arm, prefixes: list[list[int]]) -> dict[str, Any]:
-    """Kill an engine and start it again; where its first prompts come from, and how long they take."""
+    """Kill an engine and start it again; return the sources of its first prompts, and how long they take."""
     engine = arm.engines[0]
     engine.kill()
     started = time.perf_counter()
@@ -107,12 +107,12 @@ def main() -> None:
     parser.add_argument("--model", default="small", help="small, qwen3-0.6b (both with random weights), or a folder")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prefixes", type=int, default=24)
-    parser.add_argument("--prefix", type=int, default=512, help="tokens")
-    parser.add_argument("--question", type=int, default=32, help="tokens")
-    parser.add_argument("--answer", type=int, default=8, help="tokens")
-    parser.add_argument("--requests", type=int, default=192, help="of a repeat, over all engines")
+    parser.add_argument("--prefix", type=int, default=512, help="tokens of a prefix")
+    parser.add_argument("--question", type=int, default=32, help="tokens of a question")
+    parser.add_argument("--answer", type=int, default=8, help="tokens of an answer")
+    parser.add_argument("--requests", type=int, default=192, help="number of requests per repeat, over all engines")
     parser.add_argument("--batch", type=int, default=4, help="requests that an engine answers at a time")
-    parser.add_argument("--memory", type=float, default=1.5, help="host memory of all, as a share of all prefixes' KV")
+    parser.add_argument("--memory", type=float, default=1.5, help="total host memory, as a share of all prefixes' KV")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-json", type=Path)
@@ -134,7 +134,7 @@ def main() -> None:
         arms = [Arm(name, flags, arguments, folder, total, stack) for name in ("private", "pool")]
         repeats: list[dict[str, Any]] = []
         same = True
-        for repeat in range(-1, arguments.repeats):  # the first fills the tiers, and is not counted
+        for repeat in range(-1, arguments.repeats):  # the first is a warm-up that fills the tiers
             batches = workload(arguments, random.Random(arguments.seed + 1000 + repeat), prefixes, words)
             done = [arm.run(batches, arguments.answer) for arm in (arms if repeat % 2 else arms[::-1])]
             same &= done[0].pop("tokens") == done[1].pop("tokens")

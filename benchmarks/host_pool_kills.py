@@ -1,11 +1,11 @@
-"""Engines and the owner of their shared pool, killed and stopped in random orders while they work: the same tokens?
+"""Engines and the owner of their shared pool, killed and stopped in random order under load: are tokens the same?
 
     python benchmarks/host_pool_kills.py --rounds 100 --output-json benchmarks/results/host_pool_kills.json
 
-In each round every engine is asked for prompts that all of them share, and meanwhile one of these happens: nothing, the
-owner is killed (SIGKILL) or stopped for a moment (SIGSTOP), an engine is killed, or both are, in either order. What was
-killed is started again. Every answer is compared with that of an engine without a pool. At the end nothing may be left:
-processes, files in /dev/shm, slots that a dead engine held. Exits with 1 if anything is wrong.
+In each round every engine gets prompts that all engines share, and one of these faults happens while it works: none,
+the owner is killed (SIGKILL) or stopped for a moment (SIGSTOP), an engine is killed, or both are, in either order.
+Killed processes are restarted. Every answer is compared with that of an engine without a pool. At the end nothing may
+be left: no process, file in /dev/shm or slot held by a dead engine. Exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _rounds(rng: random.Random, arguments: argparse.Namespace, prompts: list[lis
     sources: Counter[str] = Counter()
     answers = wrong = lost = 0
     longest = 0.0
-    # Every fault comes about as often as any other, in random order.
+    # All faults are about equally frequent, in random order.
     plan = [FAULTS[number % len(FAULTS)] for number in range(arguments.rounds)]
     rng.shuffle(plan)
     for fault in plan:
@@ -101,8 +101,8 @@ def _rounds(rng: random.Random, arguments: argparse.Namespace, prompts: list[lis
         for number, (engine, chosen) in enumerate(zip(engines, asked, strict=True)):
             answer = engine.answer(PATIENCE)
             if answer is None:
-                assert number == victim, "an engine died by itself"
-                assert "engine" in fault, "an engine died by itself"
+                assert number == victim, "an engine exited without a fault"
+                assert "engine" in fault, "an engine exited without a fault"
                 lost += 1
                 engine.start()
                 engine.wait_ready()
@@ -112,7 +112,7 @@ def _rounds(rng: random.Random, arguments: argparse.Namespace, prompts: list[lis
                 answers += 1
                 wrong += tokens != expected[which]
                 sources.update(found)
-            if number == victim and "engine" in fault:  # it had answered before it was killed
+            if number == victim and "engine" in fault:  # the engine had answered before it was killed
                 engine.start()
                 engine.wait_ready()
     return {"rounds": arguments.rounds, "faults": dict(faults), "answers": answers, "wrong": wrong,
@@ -121,7 +121,7 @@ def _rounds(rng: random.Random, arguments: argparse.Namespace, prompts: list[lis
 
 
 def left_behind(owner: OwnerProcess) -> dict[str, Any]:
-    """What is left in a pool once its engines have ended; ends the owner."""
+    """Return what is left in a pool after its engines have exited; stop the owner."""
     deadline = time.monotonic() + 30
     while owner.report().engines and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--memory", type=int, default=64 << 20, help="bytes of the pool")
     parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--prompt", type=int, default=193, help="tokens of each")
+    parser.add_argument("--prompt", type=int, default=193, help="tokens of each prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-json", type=Path)
     arguments = parser.parse_args()

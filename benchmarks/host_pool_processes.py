@@ -1,7 +1,7 @@
-"""Engines and a shared pool's owner as processes, for host_pool.py and host_pool_kills.py.
+"""Engines, and the owner of a shared pool, as processes, for host_pool.py and host_pool_kills.py.
 
-Run as a program it is an engine: flags of `LLM` as JSON in its argument, one job a line on its standard input, one
-answer a line on its output; it ends when its input does, so that none is left behind when its parent is killed.
+Run as a program, this file is an engine: its argument holds the flags of `LLM` as JSON, it reads one job per line from
+standard input and writes one answer per line to its output; it exits at the end of its input, so when its parent dies.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def model_flags(model: str, folder: Path) -> dict[str, Any]:
-    """Return flags for a shape with random weights, or for a model in a folder."""
+    """Return the flags for a shape with random weights, or for a model in a folder."""
     if model not in SHAPES:
         return {"model": model, "skip_tokenizer_init": True}
     (folder / "config.json").write_text(json.dumps(SHAPES[model]))
@@ -53,7 +53,7 @@ def vocabulary(model: str) -> int:
 
 
 class EngineProcess:
-    """One engine. `ready` is what it said when it was up."""
+    """An engine in a separate process; wait_ready() returns its sizes."""
 
     def __init__(self, flags: dict[str, Any], log: Path) -> None:
         self._flags, self._log = flags, log
@@ -78,7 +78,7 @@ class EngineProcess:
         self.process.stdin.flush()
 
     def answer(self, seconds: float) -> dict[str, Any] | None:
-        """Return the next answer; None if the engine is dead. TimeoutError if there is none in time."""
+        """Return the next answer, None if the engine has exited; raise TimeoutError if there is none in time."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -90,7 +90,7 @@ class EngineProcess:
         self._close()
 
     def stop(self) -> None:
-        """End it as its parent's end would."""
+        """Close the engine's input, as the exit of its parent would."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -114,7 +114,7 @@ class EngineProcess:
 
 
 class OwnerProcess:
-    """`spill pool serve`, at a socket in a folder."""
+    """A `spill pool serve` process, with its socket in a folder."""
 
     def __init__(self, memory: int, folder: Path) -> None:
         self.socket = folder / "pool" / "sock"

@@ -1,4 +1,4 @@
-"""How long the GPU does nothing in a decode step, and what the same bits cost: the step as by default and with --fast.
+"""Share of a decode step in which the GPU is idle, and the cost of batch invariance: steps by default and with --fast.
 
     python benchmarks/idle.py --model qwen3-8b
     python benchmarks/idle.py --requests 256 --input-len 562 --output-len 128 --name idle-w1-qwen3-0.6b
@@ -26,7 +26,7 @@ class Load:
 
 
 def generate(llm: LLM, load: Load, seed: int) -> float:
-    """Seconds of a decode step."""
+    """Return the seconds of a decode step."""
     rng = random.Random(seed)
     prompts = [[rng.randint(0, 10000) for _ in range(load.input_len)] for _ in range(load.requests)]
     outputs = run(llm, prompts, [load.output_len] * load.requests, 0.6)
@@ -36,7 +36,7 @@ def generate(llm: LLM, load: Load, seed: int) -> float:
 
 
 def idle_shares(llm: LLM, load: Load, seed: int) -> list[float]:
-    """Of each step that only decodes: from the end of the last step's draw to the end of its own."""
+    """Return the idle share of each step that only decodes, from the end of one step's draw to the end of the next."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         generate(llm, load, seed)
         torch.cuda.synchronize()
@@ -63,7 +63,7 @@ def step_times(model: str, load: Load, fast: bool, repeats: int) -> tuple[list[f
         times = [generate(llm, load, seed) for seed in seeds]
         if fast:
             return times, []
-        idle_shares(llm, load, 0)  # the profiler starts up
+        idle_shares(llm, load, 0)  # starts the profiler
         return times, [idle_shares(llm, load, seed) for seed in seeds]
 
 
@@ -72,7 +72,7 @@ def step_times(model: str, load: Load, fast: bool, repeats: int) -> tuple[list[f
 @click.option("--requests", default=128, show_default=True)
 @click.option("--input-len", default=512, show_default=True)
 @click.option("--output-len", default=64, show_default=True)
-@click.option("--name", default=None, help="Of the result.  [default: idle-MODEL]")
+@click.option("--name", default=None, help="Name of the result.  [default: idle-MODEL]")
 @options()
 def main(model: str, requests: int, input_len: int, output_len: int, name: str | None, repeats: int,
          output: str | None) -> None:

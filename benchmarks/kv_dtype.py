@@ -1,10 +1,10 @@
-"""What KV in a byte a value costs: HellaSwag with full, fp8 and int8 KV on the device, or in host memory (--spill).
+"""Cost of KV with one byte per value: HellaSwag with full, fp8 and int8 KV, on the device or in host memory (--spill).
 
     python benchmarks/kv_dtype.py ../shared/data/eval/hellaswag_val_full.txt.bz2 --tasks 200 --output-json results.json
-    python benchmarks/kv_dtype.py ... --spill    # full KV on the device, over a pool so small that contexts come back
+    python benchmarks/kv_dtype.py ... --spill    # full KV on the device, and a pool so small that contexts are restored
 
-Every ending is decoded token by token after its context, so that each token reads what the tokens before it stored.
-With --spill the contexts run first and leave the device; what of them is then restored is counted.
+Every ending is decoded token by token after its context, so that each token reads the stored KV of the tokens before.
+With --spill the contexts run first and are evicted from the device; the tokens that are then restored are counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spillover.eval.tasks.base import DataFile
 from spillover.eval.tasks.choices import Question, choose, encode, read_hellaswag
 
 KINDS = ("auto", "fp8", "int8")
-SPILL_POOL = 64  # blocks: some ten contexts
+SPILL_POOL = 64  # blocks: about ten contexts
 SPILL_FLAGS: dict[str, Any] = {
     "host_memory": "2GB", "num_gpu_blocks_override": SPILL_POOL, "max_num_seqs": 4, "spill": "eager",
     "restore": "always",
@@ -32,7 +32,7 @@ SPILL_FLAGS: dict[str, Any] = {
 
 
 class Forced:
-    """Stands in for a grammar: the only token that may come next is the one of the text to be scored."""
+    """A replacement for a grammar: it allows only the next token of the text to be scored."""
 
     error = None
 
@@ -53,7 +53,7 @@ class Forced:
 
 
 def score(llm: LLM, tasks: list[Question]) -> tuple[list[tuple[int, int]], list[float], dict[str, int]]:
-    """Choices, the sums of log probabilities they follow from, and where the contexts' KV came from."""
+    """Return the choices, the sums of log probabilities that they follow from, and the sources of the contexts' KV."""
     requests = []
     for task in tasks:
         for prompt in encode(llm.tokenizer.encode, task):
@@ -77,7 +77,7 @@ def score(llm: LLM, tasks: list[Question]) -> tuple[list[tuple[int, int]], list[
 
 
 def measure(tasks: list[Question], flags: dict[str, Any]) -> tuple[list[tuple[int, int]], list[float], dict[str, Any]]:
-    # One step at a time: which token is forced next is known only once the last one is.
+    # Without async scheduling, because the next forced token is known only after the last one was accepted.
     with LLM(max_model_len=512, async_scheduling=False, **flags) as llm:
         if "spill_dtype" in flags:
             firsts = [encode(llm.tokenizer.encode, task)[0] for task in tasks]
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--tasks", type=int, default=200)
-    parser.add_argument("--spill", action="store_true", help="narrow what leaves the device, not the device's KV")
+    parser.add_argument("--spill", action="store_true", help="use these types in host memory, not on the device")
     parser.add_argument("--output-json", type=Path)
     options = parser.parse_args()
     tasks = read_hellaswag(DataFile(options.data, options.data.read_bytes()))[:options.tasks]
@@ -114,7 +114,7 @@ def main() -> None:
               f"choices as with full KV, an ending's log probability differs by {row['mean_difference']:.4f}; "
               f"tokens {row['sources']}, {row['seconds']:.0f} s", flush=True)
         if options.spill and row["sources"]["host"] == 0:
-            raise SystemExit("nothing came back from host memory: the pool is too large for this many tasks")
+            raise SystemExit("nothing was restored from host memory: the pool is too large for this many tasks")
     result = {"tasks": len(tasks), "kv": rows, **made_by()}
     if options.output_json is not None:
         options.output_json.write_text(json.dumps(result, indent=2) + "\n")

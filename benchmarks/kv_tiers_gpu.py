@@ -1,12 +1,12 @@
-"""KV tiers on a GPU, models of the true shapes with random weights: how fast prefixes come back, and what that saves.
+"""KV tiers on a GPU, models of the true shapes with random weights: how fast prefixes are restored, and the time saved.
 
     python benchmarks/kv_tiers_gpu.py --folder results
 
-For each model: how fast prefixes of 8k to 64k tokens are restored from host memory, beside one large copy of pinned
-memory; TTFT of prefixes of 1k to 64k tokens when nothing is cached, and from the device, host memory and disk, with the
-length from which each wins; and the time between tokens of 16 decoding requests while prompts beside them are spilled,
-against the same load without tiers. Results are written as they come, to kv-tiers-MODEL.json in the folder. `--tiny`
-runs all of it on a model of a few kilobytes, on the CPU where there is no GPU.
+For each model: the rate at which prefixes of 8k to 64k tokens are restored from host memory, compared with one large
+copy of pinned memory; TTFT of prefixes of 1k to 64k tokens if nothing is cached, and from the device, host memory and
+disk, with the length from which each is faster; and the time between tokens of 16 decoding requests while concurrent
+prompts are spilled, compared with the same load without tiers. Results are written after each measurement, to
+kv-tiers-MODEL.json in the folder. `--tiny` uses a model of a few kilobytes, on the CPU if there is no GPU.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ TINY = {"architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size":
         "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 4096, "torch_dtype": "float32",
         "tie_word_embeddings": False}
 PARTS = ("ttft", "itl")
-TAIL = 8  # tokens after the prefix, which are computed whatever is cached
+TAIL = 8  # tokens after the prefix, which are always computed
 LARGE_COPY = 1 << 30
-LOAD_SECONDS = 60.0  # that a load of decodes may take
+LOAD_SECONDS = 60.0  # deadline of one load of decodes
 WAYS = ("cold", "device", "host", "auto", "split", "disk")
 NAMES = {"cold": "computed", "device": "from the device", "host": "from host memory",
          "auto": "from host memory, restore auto", "split": "from host memory, the front computed meanwhile",
@@ -55,19 +55,19 @@ NAMES = {"cold": "computed", "device": "from the device", "host": "from host mem
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a run asks for."""
+    """The sizes that a run measures."""
 
     lengths: tuple[int, ...]
-    restore_lengths: tuple[int, ...]  # whose restore is held against the link
+    restore_lengths: tuple[int, ...]  # prefixes whose restore is compared with the link
     chunk: int
     decoders: int = 16
     decoder_prompt: int = 512
-    steps: int = 400  # that count, of a load with decodes and prompts
+    steps: int = 400  # steps measured in a load of decodes and prompts
     stream_prompt: int = 2048
     stream_gap: int = 12  # steps between two prompts
     stream_chunk: int = 512
     large_copy: int = LARGE_COPY
-    disk_once_from: int = 32768  # lengths from here on are read from disk in the first repeat only
+    disk_once_from: int = 32768  # from this length on, disk is measured in the first repeat only
 
     @property
     def longest(self) -> int:
@@ -80,16 +80,16 @@ SMALL = Sizes((64, 128, 256, 512), (256, 512), 128, 4, 32, 30, 64, 4, 32, 8 << 2
 
 @dataclass(frozen=True)
 class Limits:
-    """What this machine allows, by rates measured in this run."""
+    """The limits of this machine, by rates measured in this run."""
 
     roof: Roofline
-    large_copy: float  # bytes a second of one large copy from pinned memory
+    large_copy: float  # bytes per second of one large copy from pinned memory
     link: LinkRates
     disk_read: float
-    token_bytes: float  # of KV
+    token_bytes: float  # KV bytes of a token
 
     def seconds(self, way: str, prefix: int) -> float:
-        """The least TTFT of a prefix that comes this way."""
+        """Return the minimum TTFT of a prefix whose KV is obtained in this way."""
         step = self.roof.prefill(TAIL, prefix).seconds
         computing = self.roof.prefill(prefix + TAIL).seconds
         loading = prefix * self.token_bytes / self.large_copy
@@ -101,7 +101,7 @@ class Limits:
 
 @dataclass
 class Report:
-    """Figures as they come; the file always holds those there are."""
+    """The figures measured so far; the file always holds all of them."""
 
     name: str
     path: Path
@@ -109,7 +109,7 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
 
     def put(self, figures: Sequence[Figure]) -> None:
-        """A figure that is there already is replaced."""
+        """Add figures, replacing earlier ones of the same metrics, and write the file."""
         new = {figure.metric: figure for figure in figures}
         self.figures = [new.pop(figure.metric, figure) for figure in self.figures] + list(new.values())
         with contextlib.redirect_stdout(io.StringIO()):
@@ -122,25 +122,25 @@ class Report:
 
 @dataclass(frozen=True)
 class Visit:
-    """One prompt, asked once."""
+    """The result of requesting one prompt once."""
 
     first_token: float
-    restore: float  # seconds that loads were under way
-    host: int  # tokens that came from there
+    restore: float  # seconds in which loads were in flight
+    host: int  # tokens restored from host memory; the next: from disk
     disk: int
 
 
 @click.command()
 @click.option("--model", "models", default="qwen3-8b,llama-3.1-8b", show_default=True, metavar="NAME,...")
 @click.option("--parts", default=",".join(PARTS), show_default=True, metavar=f"[{'|'.join(PARTS)}],...")
-@click.option("--lengths", default=None, metavar="N,...", help="Of prefixes, ascending.  [default: 1024 to 65536]")
-@click.option("--folder", default="results", show_default=True, help="For results; 'results' is benchmarks/results.")
+@click.option("--lengths", default=None, metavar="N,...", help="Prefix lengths, ascending.  [default: 1024 to 65536]")
+@click.option("--folder", default="results", show_default=True, help="Of the results; 'results' is benchmarks/results.")
 @click.option("--chunk", default=None, type=int, help="--max-num-batched-tokens of prefill. [default: 8192]")
-@click.option("--disk", default=None, help="A folder on the disk to measure; a new one in it is used and removed.")
+@click.option("--disk", default=None, help="Folder on the disk to measure; a temporary folder in it is used.")
 @click.option("--repeats", default=3, show_default=True)
-@click.option("--seconds", default=145.0, show_default=True, help="For one model: what does not fit is left out.")
-@click.option("--tiny", is_flag=True, help="A model of a few kilobytes and short prefixes, to try the script itself.")
-@click.option("--enforce-eager", is_flag=True, help="Without CUDA graphs.")
+@click.option("--seconds", default=145.0, show_default=True, help="Time for one model; the rest is skipped.")
+@click.option("--tiny", is_flag=True, help="Use a tiny model and short prefixes, to test the script itself.")
+@click.option("--enforce-eager", is_flag=True, help="Run without CUDA graphs.")
 def main(models: str, parts: str, lengths: str | None, folder: str, chunk: int | None, disk: str | None, repeats: int,
          seconds: float, tiny: bool, enforce_eager: bool) -> None:
     sizes = SMALL if tiny else FULL
@@ -165,7 +165,7 @@ def main(models: str, parts: str, lengths: str | None, folder: str, chunk: int |
         report.show()
 
 
-# TTFT, and how fast a prefix is restored
+# TTFT, and the rate of restoring a prefix
 
 
 def measure_prefixes(name: str, sizes: Sizes, repeats: int, deadline: float, report: Report, disk: str | None,
@@ -186,7 +186,7 @@ def measure_prefixes(name: str, sizes: Sizes, repeats: int, deadline: float, rep
                                   disk_gb_s=disk_rates.read / 1e9, chunk=sizes.chunk)
             print(f"{name}: one copy {large / 1e9:.1f} GB/s, block copies {link.to_device / 1e9:.1f} GB/s in and "
                   f"{link.to_host / 1e9:.1f} out, disk {disk_rates.read / 1e9:.1f} GB/s read", flush=True)
-            _ask(llm, _prompt(min(2 * sizes.chunk, sizes.lengths[-1]), 0))  # first-use costs
+            _ask(llm, _prompt(min(2 * sizes.chunk, sizes.lengths[-1]), 0))  # warm-up
             _forget(llm, external=True)
             visits: dict[tuple[int, str], list[Visit]] = {}
             for repeat in range(repeats):
@@ -194,7 +194,7 @@ def measure_prefixes(name: str, sizes: Sizes, repeats: int, deadline: float, rep
                     began = time.monotonic()
                     _measure_prefix(llm, length, 1 + repeat, visits, repeat == 0 or length < sizes.disk_once_from)
                     report.put(_prefix_figures(visits, sizes, limits))
-                    # The next one is twice as long, of which computing may take four times and the copies twice.
+                    # The next prefix is twice as long: computing may take four times as long, copies twice.
                     if time.monotonic() + 2.5 * (time.monotonic() - began) > deadline and length != sizes.lengths[-1]:
                         print(f"{name}: no time for prefixes above {length} in repeat {repeat + 1}", flush=True)
                         break
@@ -202,7 +202,7 @@ def measure_prefixes(name: str, sizes: Sizes, repeats: int, deadline: float, rep
 
 
 def _measure_prefix(llm: LLM, length: int, seed: int, visits: dict[tuple[int, str], list[Visit]], disk: bool) -> None:
-    """The same prompt all ways; what it left behind is forgotten at the end."""
+    """Request the same prompt in all ways; then discard all that was cached for it."""
     prompt = _prompt(length, seed)
 
     def ask(way: str, restore: str = "always", share: float = restore_plan.SHARE) -> None:
@@ -212,7 +212,7 @@ def _measure_prefix(llm: LLM, length: int, seed: int, visits: dict[tuple[int, st
         restore_plan.SHARE = share
         step = connector.cost.step_seconds
         if way == "split":
-            connector.cost.step_seconds, restore_plan.WORTH = 0.0, 1.0  # whatever it costs
+            connector.cost.step_seconds, restore_plan.WORTH = 0.0, 1.0  # splits whatever it costs
         try:
             visits.setdefault((length, way), []).append(_ask(llm, prompt))
         finally:
@@ -253,7 +253,7 @@ def _prefix_figures(visits: dict[tuple[int, str], list[Visit]], sizes: Sizes, li
 
 
 def break_even(visits: dict[tuple[int, str], list[Visit]], way: str) -> int | None:
-    """The shortest prefix from which on this way is faster than computing; None: the longest is not."""
+    """Return the shortest prefix from which on this way is faster than computing; None if the longest is not."""
     found = None
     for length in sorted({length for length, each in visits if each == way}, reverse=True):
         if _median(visits[length, way]) >= _median(visits[length, "cold"]):
@@ -275,7 +275,7 @@ def _prefix_table(visits: dict[tuple[int, str], list[Visit]], sizes: Sizes) -> s
 
 
 def _ask(llm: LLM, prompt: list[int]) -> Visit:
-    """Returns when all copies that it set off have ended."""
+    """Request one token; return when all copies that the request caused have completed."""
     output: RequestOutput = llm.generate({"prompt_token_ids": prompt}, SamplingParams(
         temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False), use_tqdm=False)[0]
     assert output.timings is not None
@@ -307,7 +307,7 @@ def _token_bytes(config: dict[str, Any]) -> float:
 
 
 def _large_copy(device: str, size: int) -> float:
-    """Bytes a second of one copy from pinned memory to the device; on the CPU from memory to memory."""
+    """Return the bytes per second of one copy from pinned memory to the device; on the CPU within memory."""
     source = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda").fill_(1)
     target = torch.empty(size, dtype=torch.uint8, device=device)
     seconds = []
@@ -320,12 +320,12 @@ def _large_copy(device: str, size: int) -> float:
     return size / statistics.median(seconds[1:])
 
 
-# Decodes while others are spilled
+# Decodes while concurrent prompts are spilled
 
 
 def measure_decodes(name: str, sizes: Sizes, repeats: int, deadline: float, report: Report, disk: str | None,
                     enforce_eager: bool) -> None:
-    """Arms take turns, forward and backward, on the same load."""
+    """Run the arms on the same load, in alternating order."""
     tokens = sizes.decoder_prompt + sizes.steps + 3 * sizes.stream_gap + 64
     held = sizes.decoders * -(-tokens // 16)
     blocks = held + 6 * (-(-sizes.stream_prompt // 16) + 1)
@@ -343,7 +343,7 @@ def measure_decodes(name: str, sizes: Sizes, repeats: int, deadline: float, repo
     with opened(name, **flags) as off, opened(name, host_memory=str(host), **flags) as tiers:
         arms = {"off": off, "spilling": tiers}
         for llm in arms.values():
-            _decode_load(llm, sizes, seed=0)  # first-use costs, and a pool that is full from here on
+            _decode_load(llm, sizes, seed=0)  # warm-up, which also fills the pool for the other loads
         for repeat in range(repeats):
             if repeat and time.monotonic() > deadline:
                 print(f"{name}: no time for more than {repeat} repeats of the decodes", flush=True)
@@ -358,7 +358,7 @@ def measure_decodes(name: str, sizes: Sizes, repeats: int, deadline: float, repo
 
 
 def _decode_load(llm: LLM, sizes: Sizes, seed: int) -> list[float]:
-    """Seconds between tokens of requests that decode while prompts come in beside them and leave again."""
+    """Return the seconds between tokens of decoding requests, while prompts are computed and spilled concurrently."""
     engine = llm.engine
     rng = random.Random(seed)
     patience = time.monotonic() + LOAD_SECONDS
@@ -407,7 +407,7 @@ def _decode_load(llm: LLM, sizes: Sizes, seed: int) -> list[float]:
 
 def _decode_figures(gaps: dict[str, list[list[float]]], spilled: list[int],
                     limits: dict[int, float]) -> list[Figure]:
-    """`limits`: of a step that only decodes, and of one that takes in a piece of a prompt as well."""
+    """Return the figures. `limits`: of a step that only decodes, and of one that also computes a chunk of a prompt."""
     figures = []
     ranks: dict[tuple[str, int], list[float]] = {
         (arm, rank): [1e3 * float(np.percentile(run, rank)) for run in runs] for arm, runs in gaps.items()

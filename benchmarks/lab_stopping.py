@@ -1,12 +1,12 @@
-"""How often is the lab wrong, when it looks after every block and stops at the first that decides?
+"""How often is the lab wrong, if it checks after every block and stops at the first one that decides?
 
     python benchmarks/lab_stopping.py                      # writes benchmarks/results/lab-stopping.json
     python benchmarks/lab_stopping.py --experiments 100    # half a minute
 
 Each simulated experiment compares one arm with the baseline under the default rule (99% confidence, "same within 2%",
-at most 80 blocks), by the code that decides real ones. `ratio` is the true ratio, `spread` the standard deviation of
-the logarithm of a block's ratio. 2.5% is what the default limits are made for; real blocks of short runs on two shared
-cores had 5% to 27% (benchmarks/results/lab-engines.json).
+at most 80 blocks), by the code that decides real experiments. `ratio` is the true ratio, `spread` the standard
+deviation of the logarithm of a block's ratio. The default limits are made for 2.5%; real blocks of short runs on two
+shared cores had 5% to 27% (benchmarks/results/lab-engines.json).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def logs_of(kind: Kind, rng: np.random.Generator) -> np.ndarray:
-    """Of the block ratios of one experiment."""
+    """Return the logarithms of the block ratios of one experiment."""
     size, at = MAX_BLOCKS, np.arange(MAX_BLOCKS)
     noise = rng.normal(0, kind.spread, size=size)
     if kind.noise == "heavy tails":  # t with 3 degrees of freedom
@@ -68,9 +68,9 @@ def logs_of(kind: Kind, rng: np.random.Generator) -> np.ndarray:
         noise = noise + 0.2 * rng.choice([-1, 0, 1], p=[0.05, 0.9, 0.05], size=size)
     elif kind.noise == "skewed":
         noise = kind.spread * (rng.exponential(1, size=size) - 1)
-    elif kind.noise == "machine drifts":  # order alternate: the arm that comes second loses, which is each in turn
+    elif kind.noise == "machine drifts":  # order alternate: the second arm is slower, which is each in turn
         noise = noise + 0.01 * np.where(at % 2, 1, -1)
-    elif kind.noise == "arms drift":  # apart by 2% over all blocks, about a true ratio of 1
+    elif kind.noise == "arms drift":  # drift apart by 2% over all blocks, around a true ratio of 1
         noise = noise + rng.choice([-1, 1]) * 0.02 * (at / (size - 1) - 0.5)
     return np.log(kind.ratio) + noise
 
@@ -96,7 +96,7 @@ def simulate(kind: Kind, experiments: int, seed: int) -> Outcome:
 
 
 @click.command()
-@click.option("--experiments", default=2_000, show_default=True, help="Of each kind.")
+@click.option("--experiments", default=2_000, show_default=True, help="Number of experiments of each kind.")
 @click.option("--processes", default=2, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), show_default=True,

@@ -1,10 +1,10 @@
-"""How fast blocks cross the link of a CUDA device, beside one large copy of pinned memory: what percents of link mean.
+"""Rate at which blocks cross the link of a CUDA device, compared with one large copy of pinned memory.
 
     python benchmarks/link.py --output-json results.json
 
-For each size of a block, the same bytes go to the device and back in calls of n megabytes, from one thread or
-two, as the engine moves them: random blocks to random slots, or neighbours to neighbours; with one driver call for all
-of them or one each; and beside a thread that keeps the interpreter busy. A rate is the median over the repeats.
+For each block size, the same bytes are copied to the device and back in calls of n megabytes, from one thread or two,
+as the engine copies them: random blocks to random slots, or adjacent ones in order; with one driver call for all blocks
+or one each; and while another thread keeps the interpreter busy. A rate is the median over the repeats.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SLAB = 64 << 20
 @dataclass(frozen=True)
 class Variant:
     order: str  # "random" | "neighbours"
-    megabytes: int  # a call
+    megabytes: int  # per call
     threads: int = 1
     batched: bool = True  # one driver call for all blocks
-    busy: bool = False  # beside a thread of pure Python
+    busy: bool = False  # another thread runs pure Python at the same time
 
 
 VARIANTS = [
@@ -55,7 +55,7 @@ VARIANTS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=1024, help="moved in each direction for one measurement")
+    parser.add_argument("--megabytes", type=int, default=1024, help="MB copied in each direction per measurement")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output-json", type=Path)
     options = parser.parse_args()
@@ -96,7 +96,7 @@ def large_copies(total: int, repeats: int) -> dict[str, float]:
 
 
 def pinning_stall() -> dict[str, float]:
-    """The longest launch of a small kernel, alone and while another thread pins memory."""
+    """Return the longest launch of a small kernel, alone and while another thread pins memory."""
     x = torch.zeros(16, device="cuda")
 
     def longest(until: Callable[[], bool]) -> float:
@@ -162,7 +162,7 @@ def block_copies(block_bytes: int, total: int, repeats: int, limit: dict[str, fl
 
 
 def narrow_copies(kind: str, total: int, repeats: int) -> list[dict[str, object]]:
-    """Blocks of Llama-3.1-8B (2 MB) that are encoded and decoded on the way; rates are of their bytes on the device."""
+    """Measure 2 MB blocks of Llama-3.1-8B that are encoded and decoded on the way; rates count bytes on the device."""
     codec = KVCodec(32, 8, 16, 128, torch.bfloat16, kind)
     count = total // codec.block_bytes
     pool = torch.randn(count + 1, 32, 2, 8, 16 * 128, device="cuda", dtype=torch.bfloat16)
@@ -183,9 +183,9 @@ def narrow_copies(kind: str, total: int, repeats: int) -> list[dict[str, object]
 
 
 def describe(variant: Variant) -> str:
-    parts = [variant.order, f"{variant.megabytes} MB a call"]
+    parts = [variant.order, f"{variant.megabytes} MB per call"]
     parts += ["two threads"] * (variant.threads == 2)
-    parts += ["a driver call a block"] * (not variant.batched)
+    parts += ["one driver call per block"] * (not variant.batched)
     parts += ["interpreter busy"] * variant.busy
     return ", ".join(parts)
 
@@ -199,7 +199,7 @@ def in_calls(threads: ThreadPoolExecutor, copy: Callable[..., None], sources: li
 
 
 def rate(nbytes: int, repeats: int, move: Callable[[], object]) -> float:
-    """GB/s, the first time not counted."""
+    """Return the median GB/s, without the first call."""
     times = []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()

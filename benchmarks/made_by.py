@@ -1,4 +1,4 @@
-"""Where a benchmark's result came from, for its JSON file."""
+"""The origin of a benchmark's result, for its JSON file."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from gpu_workload import run
 from spillover import LLM
 
 PREFILL = 512
-CONTEXT = 16  # prompt of the decode runs
+CONTEXT = 16  # prompt tokens of the decode runs
 
 
 def decode_rate(llm: LLM, rng: random.Random, output_len: int, context: int = CONTEXT) -> float:
-    """Tokens a second after the first, which has `context` tokens before it."""
+    """Return the tokens per second after the first one, which has `context` tokens before it."""
     output = run(llm, [random_tokens(rng, context)], [output_len + 1], 0.0)[0]
     assert output.timings is not None
     return output_len / output.timings.decode

@@ -1,10 +1,10 @@
-"""Another tree of this repository against this one on a CPU: two engines that live side by side and take turns.
+"""Compares another tree of this repository with this one on a CPU: two engines run at the same time and take turns.
 
     git worktree add ../old fab2a91
     python benchmarks/old_against_new.py ../old --output benchmarks/results/old-against-new-cpu.json
 
-Who begins is drawn at random, and both get the same prompts; their tokens must be equal. A ratio is the time of this
-tree over that of the other, so below 1 this one is faster.
+The order is drawn at random for each load, and both engines get the same prompts; their tokens must be equal. A ratio
+is the time of this tree divided by that of the other: below 1 this tree is faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spillover import LLM, SamplingParams
 from spillover.bench.statistics import median_interval, paired_ratio
 
 HERE = Path(__file__).resolve().parent.parent
-# Requests, tokens of their prompts and of their answers (ranges), and how often in a round.
+# Number of requests, ranges of prompt tokens and of output tokens, and runs per round.
 LOADS: dict[str, tuple[int, tuple[int, int], tuple[int, int], int]] = {
     "latency: one request of 256 and 64 tokens": (1, (256, 256), (64, 64), 2),
     "throughput: 32 requests of 32 to 256 and 16 to 96 tokens, 16 at once": (32, (32, 256), (16, 96), 1),
@@ -36,7 +36,7 @@ LOADS: dict[str, tuple[int, tuple[int, int], tuple[int, int], int]] = {
 
 
 def work() -> None:
-    """Run one load for each line of standard input, a name and a seed, and answer with seconds and all tokens."""
+    """For each line of standard input, a name and a seed, run that load and print its seconds and all tokens."""
     with LLM(device="cpu", gpu_memory="4GB", max_model_len=1024, max_num_seqs=16) as llm:
         for line in sys.stdin:
             name, seed = json.loads(line)
@@ -53,7 +53,7 @@ def work() -> None:
 
 
 class Engine:
-    """An engine in a process of its own, with the package of a tree."""
+    """An engine in a separate process, which imports the package of a tree."""
 
     def __init__(self, stack: ExitStack, tree: Path) -> None:
         self._process = stack.enter_context(subprocess.Popen(
@@ -67,13 +67,13 @@ class Engine:
         print(json.dumps([name, seed]), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
-            raise click.ClickException("an engine ended; what it said stands above")
+            raise click.ClickException("an engine exited; its output is above")
         seconds, tokens = json.loads(line)
         return seconds, tokens
 
 
 def summary(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return medians, and the ratio of pairs: its median, and the mean with its interval."""
+    """Return the medians, and the ratio of pairs: its median, and its mean with an interval."""
     ratios = [new / old for new, old in zip(seconds["new"], seconds["old"], strict=True)]
     return {"load": name, "median_ratio": median_interval(ratios).as_dict(),
             "mean_ratio": paired_ratio(seconds["new"], seconds["old"]).as_dict(), "seconds": seconds}
@@ -93,7 +93,7 @@ def main(tree: Path, rounds: int, seed: int, output: Path | None, works: bool) -
     times: dict[str, dict[str, list[float]]] = {name: {"old": [], "new": []} for name in LOADS}
     with ExitStack() as stack:
         engines = {"old": Engine(stack, tree.resolve()), "new": Engine(stack, HERE)}
-        for turn in range(-1, rounds):  # the first warms up
+        for turn in range(-1, rounds):  # the first is a warm-up
             for name in [name for name, load in LOADS.items() for _ in range(load[-1])]:
                 one, said = rng.randrange(1 << 30), []
                 for who in rng.sample(sorted(engines), 2):
@@ -102,13 +102,13 @@ def main(tree: Path, rounds: int, seed: int, output: Path | None, works: bool) -
                     if turn >= 0:
                         times[name][who].append(seconds)
                 if said[0] != said[1]:
-                    raise click.ClickException(f"the two trees said other tokens: {name}, seed {one}")
+                    raise click.ClickException(f"the two trees gave different tokens: {name}, seed {one}")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True, check=True)
     loads = [summary(name, seconds) for name, seconds in times.items()]
     for load in loads:
         found = load["median_ratio"]
         reach = f"({found['low']:.3f} .. {found['high']:.3f})"
-        click.echo(f"{load['load']}: {found['median']:.3f} of the other's time {reach}")
+        click.echo(f"{load['load']}: {found['median']:.3f} of the other tree's time {reach}")
     if output is not None:
         output.write_text(json.dumps({**made_by(), "old": head.stdout.strip(), "loads": loads}, indent=1) + "\n")
 

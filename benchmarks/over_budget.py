@@ -1,13 +1,13 @@
-"""Many requests at once on a mixture larger than the memory allowed it: output tokens a second of all together.
+"""Concurrent requests on a mixture larger than its memory budget: output tokens per second of all requests together.
 
     python benchmarks/over_budget.py --log gptoss.route.csv --requests 1,16,64 --output results
     python benchmarks/over_budget.py --log gptoss.route.csv --requests 1 --simulate 0.7,0.5,0.3
 
-Weights are random, of the true shapes, and the choice of experts of steps that page is played back: "replayed" follows
-a log of a real model's routing, each request from its own place in it, widened to the model's experts a token by the
-log's own frequencies; "uniform" draws every expert alike, and is measured once. Rates are of whole runs, prefill
-included. Beside each stands what the bytes that its routing made move allow: all over the link, with the host
-computing its share of the misses, and what the device needs to compute.
+Weights are random, of the true shapes, and the routing of steps that page experts is replayed: "replayed" follows a log
+of a real model's routing, each request from a different place in it, extended to the model's number of experts per
+token by the log's own frequencies; "uniform" chooses every expert equally often, and is measured once. Rates are of
+whole runs, including prefill. Each is compared with the limits of the bytes that its routing moved: over the link
+alone, by the host alone, by both together, and by what the device needs to compute.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from spillover.units import parse_bytes
 
 
 class Replay:
-    """Routing that each request follows from a place of its own, at the pace of its own tokens."""
+    """Replayed routing that each request follows from a different place, one row per token."""
 
     def __init__(self, llm: LLM, model: str, log: str | None) -> None:
         runner, experts = llm.engine.runner, llm.engine.runner.weights.experts  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ class Replay:
         self._traces = {"uniform": uniform(256, *shape)}
         if log is not None:
             self._traces["replayed"] = extended(read_log(log), shape[1], shape[2], shape[0])
-        self._apart = 1  # rows of the routing between two requests
+        self._apart = 1  # rows of the trace between the places of two requests
         self._forward = runner._forward
         runner._forward = self._placed  # type: ignore[method-assign]
 
@@ -64,7 +64,7 @@ class Replay:
         trace = self._traces[routing]
         self._apart = max(1, len(trace) // requests)
         self._experts.replay(torch.tensor(trace, dtype=torch.int32, device="cuda"))
-        self._runner.forget_graphs()  # they hold the routing they were captured with
+        self._runner.forget_graphs()  # captured graphs contain the earlier routing
 
     def _placed(self, offsets: InputOffsets, item: StepItem | None = None) -> Tensor:
         inputs = self._runner._inputs
@@ -75,7 +75,7 @@ class Replay:
 
 def limits(traffic: WeightTraffic, record: int, rates: Rates, roof: Roofline, requests: int, prompt: int,
            output: int) -> dict[str, float]:
-    """Tokens a second of the whole run that each roof allows, and of all of them at once."""
+    """Return the tokens per second of the whole run that each roof allows, and that all of them together allow."""
     assert rates.host_to_device is not None
     assert rates.kernel_read is not None
     assert rates.host_read is not None
@@ -133,7 +133,7 @@ def measure(llm: LLM, replay: Replay, routing: str, requests: int, prompt: int, 
           f"{roofs['host_limit']:.0f}, both {roofs['link_and_host_limit']:.0f}, device {roofs['device_limit']:.0f}); "
           f"first tokens after {details['first_tokens_seconds']:.2f} s, then "
           f"{details['decode_tokens_per_second']:.0f} tok/s; hits {traffic.hit_rate:.1%}, "
-          f"{details['misses_per_output_token']:.1f} misses a token, {details['hosted_per_output_token']:.1f} of them "
+          f"{details['misses_per_output_token']:.1f} misses/token, {details['hosted_per_output_token']:.1f} of them "
           f"hosted, {details['steps']:.0f} steps", flush=True)
     return figure
 
@@ -147,7 +147,7 @@ def measure(llm: LLM, replay: Replay, routing: str, requests: int, prompt: int, 
 @click.option("--log", default=None, help="A routing log to replay.")
 @click.option("--routing", default="replayed,uniform", show_default=True)
 @click.option("--repeats", default=3, show_default=True)
-@click.option("--seconds", default=95.0, show_default=True, help="Rows that would begin later are left out.")
+@click.option("--seconds", default=95.0, show_default=True, help="Rows that would start later are skipped.")
 @click.option("--fast", is_flag=True)
 @click.option("--simulate", default=None, help="Speculate with this simulated acceptance by position; drafts are free.")
 @click.option("--output", default=None, metavar="FILE", help="Write the result; 'results' is benchmarks/results/.")
@@ -162,7 +162,7 @@ def main(model: str, gpu_memory: str, requests: str, input_len: int, output_len:
     with opened(model, gpu_memory=str(budget), weights="experts", max_num_seqs=max(counts), fast=fast,
                 max_model_len=2 * (input_len + output_len), enable_prefix_caching=False,
                 speculative_simulate=simulate) as llm:
-        torch.cuda.reset_peak_memory_stats()  # planning measured the machine with buffers of its own
+        torch.cuda.reset_peak_memory_stats()  # excludes the buffers that planning used to measure the machine
         placement = llm.plan.placement
         assert placement is not None
         common = {"model": model, "budget": budget, "quota": placement.quota, "transit": placement.transit,
@@ -178,7 +178,7 @@ def main(model: str, gpu_memory: str, requests: str, input_len: int, output_len:
         for each in (each for each in routing.split(",") if each in replay.routings):
             for count in counts:
                 if time.monotonic() > end:
-                    print(f"left out for want of time: {count} requests, {each}", flush=True)
+                    print(f"skipped for lack of time: {count} requests, {each}", flush=True)
                     continue
                 figures.append(measure(llm, replay, each, count, input_len, output_len,
                                        repeats if each == "replayed" else 1, roof.rates, roof, single, common))

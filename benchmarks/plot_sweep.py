@@ -1,4 +1,4 @@
-"""Draws the budget sweep of `big_models.py`: decode speed, hit rate and bytes moved by the device memory allowed.
+"""Plots the budget sweep of `big_models.py`: decode speed, hit rate and bytes moved, by budget of device memory.
 
     python benchmarks/plot_sweep.py benchmarks/results/budget-sweep.json docs/budget-sweep.png
 """
@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 PANELS = (("decode, tok/s", lambda row: row["value"]), ("experts found on the device, %", lambda row: _hits(row)),
-          ("moved over the link, MB a token", lambda row: row["bytes_moved_per_token"] / 1e6))
+          ("moved over the link, MB per token", lambda row: row["bytes_moved_per_token"] / 1e6))
 COLOURS = {"uniform": "#4269d0", "replayed": "#ff725c"}
 
 

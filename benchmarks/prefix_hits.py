@@ -1,12 +1,12 @@
-"""What a prefix-cache hit costs the host, from the device and from host memory: everything but the model and the link.
+"""Host time of a prefix-cache hit, on the device and in host memory: everything except the model and the link.
 
     python benchmarks/prefix_hits.py --tokens 1024,8192,32768,65536 --block-size 16,64 --output-json results.json
 
 The engine runs with a runner that computes nothing and a link that copies nothing, so that the time to the first token
-is the host's alone. A prompt is asked again and again, with other last tokens: for a hit on the device nothing happens
-in between, for a hit in host memory another prompt takes its place each time, and has to be evicted again. The
-parts are CPU time of the engine's thread until the first token; the lowest of several repeats is shown. `LLM` is the
-wall time of a whole call for one token, `wire` what a request's message costs the server's two processes.
+is the host's alone. A prompt is requested repeatedly, with different last tokens: for a hit on the device nothing
+happens in between, for a hit in host memory another prompt replaces it each time, and has to be evicted again. The
+parts are CPU time of the engine thread until the first token; the minimum of several repeats is shown. `LLM` is the
+wall time of a whole call for one token, `wire` the time to encode and decode a request's message.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ MODEL = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_si
          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
          "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 131072, "torch_dtype": "float32",
          "tie_word_embeddings": False}
-TAIL = 8  # tokens after the prefix, others each time
+TAIL = 8  # tokens after the prefix, different in each request
 BLOCK_BYTES = 256
 PARTS = ("make", "add", "schedule", "launch", "transfers", "finish")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of hit: the lowest of several repeats, in milliseconds."""
+    """The result of one kind of hit: the minimum of several repeats, in milliseconds."""
 
     source: str  # "device" | "host"
     tokens: int
     block_size: int
     first_token: float  # wall time
-    end: float  # wall time from the first token until the request has left
-    cpu: dict[str, float]  # of the engine's thread until the first token, by part
+    end: float  # wall time from the first token until the request has left the engine
+    cpu: dict[str, float]  # CPU time of the engine thread until the first token, by part
     llm: float | None = None  # wall time of LLM.generate for one token
     wire: float | None = None
 
@@ -77,7 +77,7 @@ class Row:
 
 
 class TableRunner(NullRunner):
-    """A runner that takes block tables in, as those with a model do."""
+    """A runner that applies updates of block tables, as runners with a model do."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__(range(100))
@@ -91,7 +91,7 @@ class TableRunner(NullRunner):
 
 
 class EmptyLink(CpuLink):
-    """A link that finds out what is to be copied, and copies nothing: nobody reads it."""
+    """A link that finds the runs to copy, and copies nothing, as nothing reads the data."""
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
         self._slots.runs(blocks, slots)
@@ -101,7 +101,7 @@ class EmptyLink(CpuLink):
 
 
 class Bench:
-    """An engine without a model, and the CPU time that each part of it takes."""
+    """An engine without a model, and the CPU time of each of its parts."""
 
     def __init__(self, factory: RequestFactory, tokens: int, block_size: int, host: bool, disk: Path | None) -> None:
         blocks = (tokens + TAIL) // block_size + 64
@@ -126,7 +126,7 @@ class Bench:
             setattr(owner, name, self._timed(part, getattr(type(owner), name).__get__(owner)))
 
     def ask(self, prompt: list[int]) -> tuple[Request, float, float]:
-        """Return the request, and the seconds until its first token and from there to its end."""
+        """Return the finished request, the seconds until its first token, and the seconds from there to its end."""
         self.spent.update(dict.fromkeys(PARTS, 0.0))
         begun = time.perf_counter()
         request = self.factory.make(None, prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))[0]
@@ -146,7 +146,7 @@ class Bench:
                 self.connector.poll()
 
     def push_out(self, prompt: list[int]) -> None:
-        """Leave nothing on the device but this prompt."""
+        """Evict everything from the device, then compute this prompt there and store it in the tiers."""
         self.kv.tree.evict(self.kv.num_total)
         self.ask(prompt)
         self.rest()
@@ -170,10 +170,10 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1024,8192,32768,65536", help="of the prefix; a comma list")
-    parser.add_argument("--block-size", default="16,64", help="a comma list")
-    parser.add_argument("--source", default="device,host", help="a comma list")
-    parser.add_argument("--disk", action="store_true", help="below both, with a copy of every block (--spill eager)")
+    parser.add_argument("--tokens", default="1024,8192,32768,65536", help="lengths of the prefix, separated by commas")
+    parser.add_argument("--block-size", default="16,64", help="separated by commas")
+    parser.add_argument("--source", default="device,host", help="separated by commas")
+    parser.add_argument("--disk", action="store_true", help="add a disk with a copy of every block (--spill eager)")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--output-json", type=Path)
     options = parser.parse_args()
@@ -250,7 +250,7 @@ def call_seconds(folder: Path, tokens: int, block_size: int, prompt: Callable[[]
 
 
 def wire_seconds(request: Request, repeats: int) -> float:
-    """Return the time to send a request to the engine's process, and to take it in there."""
+    """Return the time to encode a request for the engine's process, and to decode it there."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Programs against the same calls by hand: prompt tokens by source, time, and an oracle that knows the whole tree.
+"""Programs compared with the same calls by hand: prompt tokens by source, time, and the hits that were possible.
 
     python benchmarks/programs.py --model PATH --runs 3 --json benchmarks/results/programs.json
     python benchmarks/programs.py --http --runs 3 --json benchmarks/results/programs-http.json
 
-Every run begins with an empty prefix cache. By hand, requests go out as they would from a script: together where one
-does not need another's answer, or one after another. The oracle counts the tokens that the program's own requests, in
-their order, could have found in an endless cache. With --http the model is in a `spill serve`, for all arms.
+Every run begins with an empty prefix cache. By hand, requests are sent as by a script: concurrently if none needs
+another's answer, or one after another. The oracle counts the tokens that the program's own requests, in their order,
+could have found in an unlimited cache. With --http the model runs in a `spill serve`, for all arms.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from spillover.programs import TokenCounts, backend_of
 from spillover.programs.recording import RecordingBackend, findable
 
 EXAMPLES = {module.__name__: module for module in (tree_of_thought, few_shot, multi_turn, json_by_fields)}
-LEAST_SHARE = 0.98  # of what the oracle finds
+LEAST_SHARE = 0.98  # minimum share of the oracle's hits that a program must have
 
 
 class Served:
-    """A server in the place of an LLM."""
+    """A server, with the methods of an LLM that are used here."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -55,7 +55,7 @@ def asked(llm: LLM | Served) -> LLM | str:
 
 @contextmanager
 def serving(model: str | None, flags: dict[str, Any], http: bool) -> Iterator[LLM | Served]:
-    """Load the model here, or serve it."""
+    """Load the model in this process, or serve it."""
     if not http:
         with LLM(model, **flags) as llm:
             yield llm
@@ -93,10 +93,10 @@ def row(result: Any, seconds: float, counts: TokenCounts, requests: int) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model folder or GGUF file; the default model without")
-    parser.add_argument("--http", action="store_true", help="behind a server, instead of in this process")
+    parser.add_argument("--model", help="model folder or GGUF file; default: the default model")
+    parser.add_argument("--http", action="store_true", help="run the model in a server instead of this process")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--only", choices=list(EXAMPLES), action="append", help="these examples; all without")
+    parser.add_argument("--only", choices=list(EXAMPLES), action="append", help="examples to run; default: all")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--flags", default="{}", help='flags of the LLM as JSON, such as {"load_format": "dummy"}')
     given = parser.parse_args()
@@ -112,7 +112,7 @@ def main() -> None:
         for name in given.only or EXAMPLES:
             found: dict[str, Any] = {}
             for arm, work in arms.items():
-                work(llm, EXAMPLES[name])  # compiles grammars and kernels
+                work(llm, EXAMPLES[name])  # warm-up: compiles grammars and kernels
                 runs = [work(llm, EXAMPLES[name]) for _ in range(given.runs)]
                 found[arm] = runs[-1] | {"seconds": statistics.median(run["seconds"] for run in runs),
                                          "all_seconds": [run["seconds"] for run in runs]}
@@ -125,7 +125,7 @@ def main() -> None:
                       f"{one['hit_rate']:8.1%} {share:>9} {one['seconds']:8.2f} {one['same_text']!s:>9}", flush=True)
             short |= found["program"]["of_oracle"] is not None and found["program"]["of_oracle"] < LEAST_SHARE
             results[name] = found
-            if given.json is not None:  # after each, as a run may be cut off
+            if given.json is not None:  # after each example, as a run may be interrupted
                 given.json.write_text(json.dumps({"provenance": made_by(), "results": results}, indent=1) + "\n")
     if short:
         sys.exit(f"a program found less than {LEAST_SHARE:.0%} of what its own requests could have found")

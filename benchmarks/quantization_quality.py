@@ -1,13 +1,13 @@
-"""What quantising costs, in one table: perplexity, KL divergence, top-1 agreement and HellaSwag of a model as it is and
-in int8, FP8 and int4, plain and calibrated.
+"""Quality of quantised models in one table: perplexity, KL divergence, top-1 agreement and HellaSwag of a model as it
+is, and in int8, FP8 and int4, plain and calibrated.
 
     python benchmarks/quantization_quality.py MODEL --text chats.json --hellaswag hellaswag_val_full.txt.bz2 \\
         --folder quantised --output-json results.json
-    python benchmarks/quantization_quality.py MODEL QUANTISED... --text chats.json  # instead of those made here
+    python benchmarks/quantization_quality.py MODEL QUANTISED... --text chats.json  # measures these, makes none
 
-All models see the same tokens of the text (a .json list of conversations as `spill quantize --calibrate` takes it),
-from entry --skip on, computed by this engine's layers on the CPU in float32; calibration takes the entries from the
-first on. HellaSwag is `spill eval`'s, in process. Rows of results.json that this command does not make are kept.
+All models process the same tokens of the text (a .json list of conversations, as for `spill quantize --calibrate`),
+from entry --skip on, computed by this engine's layers on the CPU in float32; calibration uses the entries from the
+first on. HellaSwag is that of `spill eval`, in process. Rows of results.json that this command does not measure stay.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from spillover.units import format_bytes
 
 UNQUANTISED = "unquantised"
 MADE = {"int8": ("int8", False), "fp8": ("fp8", False), "int4 calibrated": ("int4", True), "int4": ("int4", False)}
-CONCURRENCY = 8  # tasks of HellaSwag at the same time
+CONCURRENCY = 8  # HellaSwag tasks in progress at the same time
 CPU = torch.device("cpu")
 
 
 def log_probabilities(path: Path, tokens: Tensor) -> Tensor:
-    """Return [sequences, length, vocabulary] in float32, which the caller must have room for."""
+    """Return log probabilities [sequences, length, vocabulary] in float32; they must fit into memory."""
     with open_checkpoint(path) as checkpoint, torch.no_grad():
         arch, config = read_architecture(checkpoint.config, path)
         specs = kept_on(arch.weight_specs(config), "cpu", "float32")
@@ -65,7 +65,7 @@ def log_probabilities(path: Path, tokens: Tensor) -> Tensor:
 
 
 def make(source: Path, folder: Path, text: Path, calibration_tokens: int) -> dict[str, Path]:
-    """Return the quantised models by the name of their row, made where they are not in the folder yet."""
+    """Return the quantised models by the name of their row; quantise those that are not in the folder yet."""
     made = {}
     for name, (kind, calibrated) in MADE.items():
         made[name] = folder / name.replace(" ", "-")
@@ -78,7 +78,7 @@ def make(source: Path, folder: Path, text: Path, calibration_tokens: int) -> dic
 def hellaswag(path: Path, file: Path, tasks: int) -> dict[str, dict[str, Any]]:
     """Return acc and acc_norm of the first tasks, with their 95% intervals."""
     task, results = open_task(f"hellaswag={file}", Path(), 1, 1, None), Results()
-    # A GGUF file in codes would have its activations quantised as well: the baseline is what its weights stand for.
+    # If a GGUF file kept its codes, activations would be quantised too: the baseline is its dequantised weights.
     target = EngineTarget(LLM(path, device="cpu", dtype="float32", weight_codes="widen", max_model_len=1024), path.name)
     try:
         items = list(task.items(target))[:tasks]
@@ -111,7 +111,7 @@ def read_text(text: Path, skip: int, model: Path, count: int) -> Tensor:
 
 
 def write(file: Path, rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Write the rows, in the place of those with the same names; other rows stay."""
+    """Write the rows, replacing those with the same names; keep all other rows."""
     there = json.loads(file.read_text())["rows"] if file.exists() else []
     names = {row["name"] for row in rows}
     content = {**settings, "rows": rows + [row for row in there if row["name"] not in names]}
@@ -128,14 +128,14 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="the unquantised model")
-    parser.add_argument("others", nargs="*", help="models to measure instead of those that are made")
+    parser.add_argument("others", nargs="*", help="quantised models to measure; default: make them in --folder")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--skip", type=int, default=500, help="entries of the text that are not measured")
+    parser.add_argument("--skip", type=int, default=500, help="entries of the text that are skipped, not measured")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
-    parser.add_argument("--hellaswag", type=Path, help="file with the tasks; without it there is no accuracy")
+    parser.add_argument("--hellaswag", type=Path, help="file with the tasks; default: do not measure accuracy")
     parser.add_argument("--tasks", type=int, default=200)
-    parser.add_argument("--folder", type=Path, default=Path("quantised"), help="where quantised models are kept")
+    parser.add_argument("--folder", type=Path, default=Path("quantised"), help="folder of the quantised models")
     parser.add_argument("--output-json", type=Path)
     given = parser.parse_args()
     source = resolve(given.model)
@@ -155,7 +155,7 @@ def main() -> None:
     for name, path in paths.items():
         rows.append({"name": name, "weight_bytes": stored_bytes(path), **measured(path, wanted, tokens)})
         keep()
-    # Last, as it takes longest: what was measured before it is written by then.
+    # Last, because it takes longest: all earlier results have been written by then.
     for row, path in zip(rows, paths.values(), strict=True) if given.hellaswag is not None else ():
         row |= hellaswag(path, given.hellaswag, given.tasks)
         keep()

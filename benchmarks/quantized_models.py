@@ -1,12 +1,12 @@
-"""Llama-3.1-8B in each format of weights: one request, 64 requests, prefill; and two larger models in 24 GB.
+"""Llama-3.1-8B in each weight format: one request, 64 requests, prefill; and two larger models in 24 GB.
 
     python benchmarks/quantized_models.py --output results
     python benchmarks/quantized_models.py --only int4 --only fp8 --repeats 1
     python benchmarks/quantized_models.py --only qwen3-32b-int4 --only llama-3.1-70b-int4   # in 24 GB
 
-Weights are random, of the true shapes. One request: 512 tokens in, 128 out, tokens a second after the first. 64
-requests: 1,024 in, 128 out, tokens a second once the last prompt is computed. Prefill: 8,192 tokens to the
-first token. Every model is measured in a process of its own, which ends after its deadline.
+Weights are random, of the true shapes. One request: 512 tokens in, 128 out, tokens per second after the first. 64
+requests: 1,024 in, 128 out, tokens per second after the last prompt has been computed. Prefill: 8,192 tokens to the
+first token. Every model is measured in a separate process with a deadline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpu_workload import MODELS, RESULTS, decode_rate, opened, origin, prefill_s
 from spillover import LLM
 
 MANY, LONG = 64, 8192
-DEADLINE = 150  # seconds of one model
+DEADLINE = 150  # seconds that one model may take
 LLAMA = MODELS["llama-3.1-8b"]
 INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
@@ -57,7 +57,7 @@ IN_24GB = ("qwen3-32b-int4", "llama-3.1-70b-int4")
 
 
 def many_rate(llm: LLM, output_len: int, seed: int) -> float:
-    """Return the tokens a second of MANY requests, by the one whose prompt is computed last: it decodes beside all."""
+    """Return the tokens per second of MANY requests, by the one whose prompt is last: it decodes with all others."""
     rng = random.Random(seed)
     prompts = [[rng.randint(0, 10000) for _ in range(1024)] for _ in range(MANY)]
     outputs = run(llm, prompts, [output_len] * MANY, 0.0)
@@ -66,7 +66,7 @@ def many_rate(llm: LLM, output_len: int, seed: int) -> float:
 
 
 def whole(name: str, repeats: int) -> dict[str, Any]:
-    """Measure a model that fits easily."""
+    """Measure a model that fits into device memory: one request, MANY requests, and prefill."""
     with opened(name, max_num_seqs=MANY, max_model_len=LONG + 8, max_num_batched_tokens=LONG,
                 enable_prefix_caching=False, graph_capture="start") as llm:
         decode_rate(llm, 512, 128, 0)
@@ -80,7 +80,7 @@ def whole(name: str, repeats: int) -> dict[str, Any]:
 
 
 def tight(name: str, repeats: int) -> dict[str, Any]:
-    """Measure a model in 24 GB of device memory: one request."""
+    """Measure one request with a model in 24 GB of device memory."""
     with opened(name, gpu_memory="24GB", max_num_seqs=4, max_model_len=2048, max_num_batched_tokens=1024,
                 enable_prefix_caching=False) as llm:
         print(llm.plan, flush=True)
@@ -94,7 +94,7 @@ def tight(name: str, repeats: int) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--only", type=click.Choice([*FORMATS, *IN_24GB]), multiple=True, help="Some of them.  [default: all]")
+@click.option("--only", type=click.Choice([*FORMATS, *IN_24GB]), multiple=True, help="Models to run. [default: all]")
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--output", default=None, metavar="FILE", help="Write the rates; 'results' is benchmarks/results/.")
 @click.option("--one", is_flag=True, hidden=True)

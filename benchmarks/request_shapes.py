@@ -1,4 +1,4 @@
-"""Random requests for the OpenAI endpoint, valid and invalid, from a seed: what clients send, and what they should not.
+"""Random requests for the OpenAI-compatible endpoint, drawn from a seed: valid and invalid ones.
 
     shape = Shapes(seed=0, model="default", max_model_len=8192).next()
 """
@@ -28,8 +28,8 @@ Expect = Literal["answered", "refused", "any"]
 class Shape:
     name: str
     call: Call
-    expect: Expect  # "any": whatever it is, no 5xx
-    leave_after: int | None = None  # hang up after n events; 0 is before any of the answer is read
+    expect: Expect  # "any": every answer but a 5xx
+    leave_after: int | None = None  # hang up after n events; 0: before reading any of the answer; None: never
 
 
 class Shapes:
@@ -49,7 +49,7 @@ class Shapes:
             return Shape(f"{shape.name}, hangs up", shape.call, "any", self._random.choice([0, 0, 1, 2, 5]))
         return shape
 
-    # What clients send.
+    # Valid requests
 
     def _valid_shapes(self) -> list[Callable[[], Shape]]:
         generating = [self._completion, self._chat, self._chat, self._completion, self._completion, self._response,
@@ -127,7 +127,7 @@ class Shapes:
         path = self._pick(["/v1/models", "/health", "/version", "/metrics", "/live", "/openapi.json"])
         return Shape("reading", Call("GET", path, headers=()), "answered")
 
-    # What they should not.
+    # Invalid requests
 
     def _broken_shapes(self) -> list[Callable[[], Shape]]:
         return [self._wrong_value, self._wrong_value, self._wrong_value, self._wrong_chat, self._not_json,
@@ -178,7 +178,7 @@ class Shapes:
         return Shape(f"not JSON {body[:12]!r}", Call("POST", path, body), "refused")
 
     def _odd_json(self) -> Shape:
-        """JSON that Python reads and others do not, or that few would write."""
+        """Return a body that Python's JSON parser accepts and others do not, or that few clients would send."""
         body = self._pick([
             b'{"model": "default", "prompt": "a", "max_tokens": 2, "temperature": NaN}',
             b'{"model": "default", "prompt": "a", "max_tokens": 2, "top_p": Infinity}',
@@ -209,7 +209,7 @@ class Shapes:
                           "refused")
 
     def _bad_grammar(self) -> Shape:
-        """Some of these are merely unusual: the grammar library decides."""
+        """Return a request with an unusual or invalid grammar; the grammar library decides which it is."""
         depth = self._pick([30, 200, 3000])
         deep = '{"type": "object", "properties": {"a": ' * depth + "{}" + "}}" * depth
         constraint = self._pick([
@@ -237,7 +237,7 @@ class Shapes:
         ])
         return Shape(f"not HTTP {raw[:10]!r}", Call("", "", raw=raw), "any", leave_after=0)
 
-    # Pieces.
+    # Parts of requests
 
     def _post(self, name: str, path: str, body: Any, expect: Expect = "answered") -> Shape:
         return Shape(name, Call("POST", path, json.dumps(body).encode()), expect)
@@ -250,7 +250,7 @@ class Shapes:
         return body
 
     def _sampling(self) -> dict[str, Any]:
-        """Each field is there now and then, as with real clients."""
+        """Return sampling parameters, each of them present with a small probability."""
         limit = self._below(self._max_tokens) + 1
         chosen = {"max_tokens": limit}
         for field, value in (
@@ -274,7 +274,7 @@ class Shapes:
                             "content": [{"type": "text", "text": content}] if self._chance(0.2) else content}]
 
     def _text(self) -> str:
-        """Half of them begin alike, so that the prefix cache has something to share and to give back."""
+        """Return a text; half of all texts begin alike, so that the prefix cache has blocks to share and to evict."""
         start = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 2
         return (start if self._chance(0.5) else "") + " ".join(self._random.choices(WORDS, k=self._below(40) + 1))
 

@@ -1,16 +1,16 @@
-"""A router before four replicas: predicted time against round robin, what it finds again, what it adds, how it heals.
+"""A router in front of four replicas: predicted time compared with round robin, cache hits, overhead, and recovery.
 
     python benchmarks/router.py --output-json benchmarks/results/router.json
     python benchmarks/router.py --trace mooncake_conversation_trace.jsonl
     python benchmarks/router.py --smollm2 --parts tenants --output-json benchmarks/results/router-smollm2.json
 
-Replicas are `spill serve --load-format null --simulate-step`: true HTTP, scheduler, prefix cache and KV events, and
-steps that take a given time instead of a model. With --smollm2 they are the default model itself, a thread each, and
-the workload is smaller. The routers stand before the same replicas and take turns, with the same requests at the same
-times; caches are emptied between turns. Tenants are llm-d's workload scaled down: many tenants, each with a long prefix
-that its users share, and KV for 73% of the fleet's memory. Hit rate is of prompt tokens, by the answers; its ceiling is
-what one endless cache would find. Prompts are token ids, but for the chats of `added`. Of parts (--parts) that are not
-run, what the file has stays.
+Replicas are `spill serve --load-format null --simulate-step`: real HTTP, scheduler, prefix cache and KV events, and
+steps that take a given time instead of computing. With --smollm2 they run the default model, with one thread each, and
+the workload is smaller. All routers use the same replicas and take turns, with the same requests at the same times;
+caches are emptied between turns. The tenants are llm-d's workload scaled down: many tenants, each with a long prefix
+that its users share, and KV for 73% of the fleet's memory. The hit rate is that of prompt tokens, as reported by the
+answers; its ceiling is the hit rate of one unlimited cache. Prompts are token ids, except for the chats of `added`.
+Parts that are not run (--parts) keep their results in the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BLOCK = 16
 PARTS = ("decision", "tenants", "no-reuse", "added", "kill")
 SMALL = {"parts": "tenants,no-reuse,kill", "policies": "round-robin,prefix,predicted", "tenants": 10, "users": 6,
          "prefix": 384, "question": 32, "output": 4, "rate": 0.9, "requests": 36, "no_reuse_rate": 1.2,
-         "no_reuse_lengths": "32,128,384", "max_model_len": 1024, "warm": 8}  # of --smollm2
+         "no_reuse_lengths": "32,128,384", "max_model_len": 1024, "warm": 8}  # defaults of --smollm2
 FLOORS = {"tenants_ttft_or_throughput": 2.0, "hit_rate_of_ceiling": 0.98, "no_reuse_throughput": 0.98,
           "no_reuse_ttft": 0.98, "heal_seconds": 1.0, "decision_p99_ms": 1.0, "added_p50_ms": 3.0,
           "trace_ttft_or_throughput": 2.0}
@@ -60,14 +60,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Answered:
-    ttft: float | None  # seconds from when it was to be sent; None: it failed before its first token
-    finished: float  # on the clock of the run
+    ttft: float | None  # seconds from when it was due; None: it failed before its first token
+    finished: float  # seconds on the clock of the run
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     complete: bool
     error: str = ""
-    token_times: tuple[float, ...] = ()  # when its tokens came, on the clock of the run
+    token_times: tuple[float, ...] = ()  # arrival times of its tokens, on the clock of the run
 
 
 def tenants(arguments: argparse.Namespace, draw: random.Random) -> list[Request]:
@@ -92,14 +92,14 @@ def no_reuse(arguments: argparse.Namespace, draw: random.Random) -> list[Request
 
 
 def trace(path: Path, count: int, scale: int, rate: float) -> list[Request]:
-    """A Mooncake trace: blocks of 512 tokens become `scale` times smaller, and time passes at this rate."""
+    """Read a Mooncake trace; make its blocks of 512 tokens `scale` times smaller and its mean request rate `rate`."""
     size, rows = 512 // scale, [json.loads(line) for line in itertools.islice(path.open(), count)]
     last = rows[-1]["timestamp"] or 1
     made = []
     for row in rows:
         prompt = [1000 + (block * 7919 + place * 104_729) % 40_000
                   for block in row["hash_ids"] for place in range(size)]
-        length = max(1, min(8000, row["input_length"] // scale))  # of 8,192 that the replicas take
+        length = max(1, min(8000, row["input_length"] // scale))  # replicas accept 8,192
         made.append(Request(row["timestamp"] / last * count / rate, prompt[:length],
                             max(1, min(64, row["output_length"] // scale))))
     return made
@@ -110,7 +110,7 @@ def arrivals(count: int, rate: float, draw: random.Random) -> Iterator[float]:
 
 
 def ceiling(requests: Sequence[Request]) -> float:
-    """The share of prompt tokens that one endless cache would find, in whole blocks and never the last token."""
+    """Return the share of prompt tokens that one unlimited cache would find, in whole blocks without the last token."""
     seen: set[int] = set()
     found = total = 0
     for request in requests:
@@ -178,7 +178,7 @@ def summary(answers: Sequence[Answered]) -> dict[str, Any]:
 
 @contextmanager
 def fleet(arguments: argparse.Namespace, blocks: int) -> Iterator[tuple[list[ServerProcess], dict[str, ServerProcess]]]:
-    """Replicas, and a router before them for each policy."""
+    """Start replicas, and a router in front of them for each policy."""
     with ExitStack() as stack:
         servers = []
         for _ in range(arguments.replicas):
@@ -207,12 +207,12 @@ async def reset(servers: Sequence[ServerProcess]) -> None:
         connection = Connection(place.hostname or "", place.port or 80)
         await connection.read(await connection.send(Call("POST", "/reset_prefix_cache", b"{}")))
         await connection.close()
-    await asyncio.sleep(1.5)  # until routers have heard of it
+    await asyncio.sleep(1.5)  # until the routers have received the events
 
 
 async def compare(servers: Sequence[ServerProcess], routers: dict[str, ServerProcess], requests: Sequence[Request],
                   repeats: int) -> dict[str, dict[str, Any]]:
-    """Let the policies take turns, forth and back. Returns means over the turns, and the mean TTFT of each."""
+    """Let the policies take turns, back and forth; return means over the turns, and the mean TTFT of each turn."""
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in routers}
     for repeat in range(repeats):
         for policy in list(routers) if repeat % 2 == 0 else list(routers)[::-1]:
@@ -223,7 +223,7 @@ async def compare(servers: Sequence[ServerProcess], routers: dict[str, ServerPro
 
 
 async def kill(servers: Sequence[ServerProcess], router: ServerProcess, requests: Sequence[Request]) -> dict[str, Any]:
-    """Kill one replica in the middle of a run; return what failed, and how long the router took to leave it."""
+    """Kill a replica in the middle of a run; return what failed, and when the router stopped using the replica."""
     place = urlsplit(router.url)
     connection = Connection(place.hostname or "", place.port or 80)
 
@@ -249,7 +249,7 @@ async def kill(servers: Sequence[ServerProcess], router: ServerProcess, requests
 
 
 async def added(server: ServerProcess, router: ServerProcess, count: int, make: Any) -> dict[str, float]:
-    """What the router adds to the time to the first token, one request at a time, direct and routed in turn."""
+    """Return the TTFT that the router adds, one request at a time, alternating between direct and routed."""
     times: dict[str, list[float]] = {"direct": [], "routed": []}
     for place in range(count + 10):
         for name, url in (("direct", server.url), ("routed", router.url)):
@@ -282,7 +282,7 @@ CONNECTIONS: dict[str, Connection] = {}
 
 
 def shown(name: str, both: dict[str, dict[str, Any]], best: float | None = None) -> dict[str, float]:
-    """Print a comparison; returns the ratios of predicted time over round robin, above 1 is better."""
+    """Print a comparison; return ratios of predicted time to round robin, where above 1 is better."""
     for policy, row in both.items():
         print(f"{name:12}{policy:14}TTFT mean {row['ttft_mean'] * 1e3:8.1f} ms  p50 {row['ttft_p50'] * 1e3:8.1f}  p90 "
               f"{row['ttft_p90'] * 1e3:8.1f}  {row['requests_per_second']:6.1f} req/s  hit rate {row['hit_rate']:.3f}"
@@ -294,33 +294,33 @@ def shown(name: str, both: dict[str, dict[str, Any]], best: float | None = None)
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="whose tokenizer to use; the default model if not given")
-    parser.add_argument("--smollm2", action="store_true", help="replicas that compute, of the default model, and other "
-                        "defaults for all below")
-    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, of %(default)s")
+    parser.add_argument("--model", help="model of the replicas; default: the default model")
+    parser.add_argument("--smollm2", action="store_true", help="replicas that compute with the model, and other "
+                        "defaults for the options below")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to measure; default: %(default)s")
     parser.add_argument("--policies", default="round-robin,predicted")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--step", default="5,0.1", help="--simulate-step of the replicas")
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--blocks", type=int, help="KV blocks of a replica; not given: so that the tenants' KV takes "
+    parser.add_argument("--blocks", type=int, help="KV blocks of a replica; default: such that the tenants' KV takes "
                         "73%% of the fleet's")
-    parser.add_argument("--warm", type=int, default=40, help="requests to each router before anything is measured")
+    parser.add_argument("--warm", type=int, default=40, help="warm-up requests to each router")
     parser.add_argument("--tenants", type=int, default=75)
-    parser.add_argument("--users", type=int, default=5, help="requests of a tenant")
+    parser.add_argument("--users", type=int, default=5, help="requests per tenant")
     parser.add_argument("--prefix", type=int, default=1200, help="tokens that a tenant's requests share")
     parser.add_argument("--question", type=int, default=240)
     parser.add_argument("--output", type=int, default=8, help="tokens of an answer")
-    parser.add_argument("--rate", type=float, default=30.0, help="requests a second of the tenants")
-    parser.add_argument("--requests", type=int, default=400, help="without reuse")
+    parser.add_argument("--rate", type=float, default=30.0, help="requests per second of the tenants")
+    parser.add_argument("--requests", type=int, default=400, help="number of requests without reuse")
     parser.add_argument("--no-reuse-rate", type=float, default=30.0)
     parser.add_argument("--no-reuse-lengths", default="64,256,1024", help="tokens of prompts")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--trace", type=Path, help="a Mooncake trace (JSON lines)")
     parser.add_argument("--trace-requests", type=int, default=2000)
-    parser.add_argument("--trace-rate", type=float, default=22.0, help="requests a second: one at which predicted time "
+    parser.add_argument("--trace-rate", type=float, default=22.0, help="requests per second, at which predicted time "
                         "keeps up (benchmarks/router_trace.py shows others)")
     parser.add_argument("--trace-blocks", type=int, default=16_000, help="KV blocks of a replica for the trace, whose "
-                        "KV is about twice that of four")
+                        "KV is about twice what four replicas hold")
     parser.add_argument("--output-json", type=Path)
     if parser.parse_known_args()[0].smollm2:
         parser.set_defaults(**SMALL)
@@ -359,13 +359,13 @@ async def measure(arguments: argparse.Namespace, servers: Sequence[ServerProcess
     if "kill" in arguments.parts:
         await reset(servers)
         result["kill"] = await kill(servers, routers["predicted"], tenants(arguments, draw))
-        print("kill -9 of a replica: left after {heal_seconds:.3f} s; of {requests} requests "
+        print("kill -9 of a replica: not used after {heal_seconds:.3f} s; of {requests} requests "
               "{failed_before_first_token} failed before their first token, {broken_streams} streams "
               "broke".format_map(result["kill"]))
 
 
 def floors(result: dict[str, Any]) -> dict[str, float]:
-    """What was measured of each thing that has a floor."""
+    """Return the measured value of each quantity that has a floor."""
     ratios, found = result["ratios"], {}
     if "tenants" in result:
         found["tenants_ttft_or_throughput"] = max(ratios["tenants"]["ttft_mean"], ratios["tenants"]["throughput"])

@@ -1,12 +1,12 @@
-"""How long a router's decision takes at a given rate, and what rate of requests the router reaches over HTTP.
+"""Latency of a router's decision at a given rate, and the rate of requests that the router reaches over HTTP.
 
     python benchmarks/router_decisions.py --output-json benchmarks/results/router_decisions.json
 
-`decisions`: a fleet whose replicas hold 100,000 blocks each, known exactly, host memory among them; prompts of 7,200
-tokens, of which 6,000 are a tenant's prefix; half of the requests that are under way compute the same blocks. Asked at
-this rate, not as fast as possible: a request that comes late counts from when it was to be decided. `http`: the real
-`spill router` before servers that answer at once, asked by as many connections as keep it busy; its own CPU time says
-what one core of it can do, and its own histogram how long decisions took meanwhile.
+`decisions`: a fleet whose replicas hold 100,000 blocks each, known exactly, with prefixes in host memory too; prompts
+of 7,200 tokens, of which 6,000 are a tenant's prefix; half of the requests in flight compute the same blocks. Decisions
+are made at this rate, not as fast as possible: a late one counts from when it was due. `http`: the real `spill router`
+in front of servers that answer at once, with enough connections to keep it busy; its CPU time shows what one core of it
+can do, and its own histogram how long decisions took.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from spillover.bench.serving.http_client import Call, Connection, Reply
 from spillover.cluster.fleet import Fleet, Keys, Prompt
 from spillover.cluster.mirror import Mirror
 from spillover.cluster.policy import PredictedTime
-from spillover.cluster.replica import Flight, Told
+from spillover.cluster.replica import Flight, ReplicaReport
 from spillover.http_wire import Sink
 from spillover.memory.kv.event_wire import CPU, GPU
 from spillover.plan.hardware import probe
 
 BLOCK, TENANTS, PREFIX, OWN = 16, 150, 375, 75  # blocks
-HELD, OPEN = 100_000, 200  # blocks that a replica holds; requests under way
+HELD, OPEN = 100_000, 200  # blocks that a replica holds; number of requests in flight
 
 
 def fleet(replicas: int, draw: random.Random) -> tuple[Fleet, list[Prompt]]:
@@ -51,11 +51,11 @@ def fleet(replicas: int, draw: random.Random) -> tuple[Fleet, list[Prompt]]:
         replica = made.add(f"replica-{place}", "space")
         replica.ready = True
         made.follow(replica, "space", Mirror(made.index, place))
-        replica.tell(Told(6e-5, {CPU: 1e-4}, 256, HELD + 20_000, HELD))
+        replica.update(ReplicaReport(6e-5, {CPU: 1e-4}, 256, HELD + 20_000, HELD))
         for number, prefix in enumerate(prefixes):
             if number % replicas == place:
                 made.index.store(place, GPU, prefix)
-            elif number % 3 == 0:  # elsewhere it lies in host memory
+            elif number % 3 == 0:  # in host memory on some other replicas
                 made.index.store(place, CPU, prefix)
         made.index.store(place, GPU, [draw.getrandbits(64) for _ in range(HELD)])
     owns = [tuple(draw.getrandbits(64) for _ in range(OWN)) for _ in range(2000)]
@@ -64,7 +64,7 @@ def fleet(replicas: int, draw: random.Random) -> tuple[Fleet, list[Prompt]]:
 
 
 def decisions(replicas: int, rate: float, seconds: float) -> dict[str, float]:
-    """Milliseconds of `decide`, of all that a request costs the fleet's books, and from when it was due."""
+    """Return the milliseconds of `decide`, of all bookkeeping of a request, and of `decide` from when it was due."""
     draw = random.Random(1)
     made, prompts = fleet(replicas, draw)
     decided, whole, late, open_ = list[float](), list[float](), list[float](), list[Flight]()
@@ -103,7 +103,7 @@ ANSWER = b'{"id":"x","object":"text_completion","created":1,"model":"m","choices
 
 
 class Answers(asyncio.Protocol):
-    """A server that has every answer ready; requests come one after the other on a connection."""
+    """A server with a constant answer; each connection has at most one request at a time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
@@ -135,7 +135,7 @@ def serve(ports: Sequence[int], ready: Event) -> None:
 
 
 async def load(url: str, connections: int, seconds: float, body: bytes) -> int:
-    """Ask without a pause on every connection; returns the number of answers."""
+    """Send requests without a pause on every connection; return the number of answers."""
     place, end, answered = urlsplit(url), time.perf_counter() + seconds, 0
 
     def sink(reply: Reply) -> Sink:
@@ -181,7 +181,7 @@ def over_http(replicas: int, prompt: Any, seconds: float) -> dict[str, float]:
 
 
 def bucket(text: str, name: str, share: float) -> float:
-    """The bound of the histogram's bucket that this share of its values is in."""
+    """Return the upper bound of the histogram's bucket that this quantile is in."""
     found = [(float(bound), float(count)) for bound, count in re.findall(
         rf'^{name}_bucket{{le="([^"]+)"}} ([0-9.e+]+)$', text, re.M)]
     return next(bound for bound, count in found if count >= share * found[-1][1])
@@ -197,14 +197,14 @@ def main() -> None:
     for replicas in (4, 16):
         row = decisions(replicas, arguments.rate, arguments.seconds)
         result["decisions"].append(row)
-        print("{replicas} replicas at {reached_per_second:,.0f} of {asked_per_second:,.0f} decisions a second: decide "
+        print("{replicas} replicas at {reached_per_second:,.0f} of {asked_per_second:,.0f} decisions/s: decide "
               "{decide_p50_ms:.3f} ms p50, {decide_p99_ms:.3f} p99; from when it was due {decide_from_due_p99_ms:.3f} "
               "p99; with all bookkeeping {all_books_p50_ms:.3f} p50, {all_books_p99_ms:.3f} p99".format_map(row),
               flush=True)
     for prompt in ("Once upon a time " * 8, [7] * 7200):
         row = over_http(4, prompt, arguments.seconds)
         result["http"].append(row)
-        print("over HTTP, bodies of {body_bytes:,} bytes: {requests_per_second:,.0f} requests a second with "
+        print("over HTTP, bodies of {body_bytes:,} bytes: {requests_per_second:,.0f} requests per second with "
               "{router_cpu_share:.2f} cores of the router, {router_cpu_ms_a_request:.2f} ms of CPU time each; "
               "decisions within {decision_p99_at_most_ms:g} ms p99".format_map(row), flush=True)
     if arguments.output_json is not None:

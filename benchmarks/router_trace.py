@@ -1,10 +1,10 @@
-"""What any router could make of a Mooncake trace, and what ours makes of it, in simulated time.
+"""The best that any router could do with a Mooncake trace, and what ours does with it, in simulated time.
 
     python benchmarks/router_trace.py mooncake_conversation_trace.jsonl --output-json results/router_trace.json
 
-Four replicas as in benchmarks/router.py, played by the simulator (docs/cluster.md says how far it is from real runs).
-`ideal` is a bound: the same arrivals less every token that one endless cache for all replicas would have found, so that
-it neither evicts nor computes anything twice, wherever a request goes; what is left to decide is who waits where.
+Four replicas as in benchmarks/router.py, run by the simulator (docs/cluster.md says how much it differs from real
+runs). `ideal` is a bound: the same arrivals without the tokens that one unlimited cache for all replicas would have
+found, so that nothing is evicted or computed twice, whatever the routing; it only decides which request waits where.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RATES = (10.0, 14.0, 18.0, 20.0, 22.0, 24.0)
 
 
 def arrivals(path: Path, count: int, rate: float) -> list[Arrival]:
-    """The trace as benchmarks/router.py plays it: lengths over SCALE, and time at this rate."""
+    """Read the trace as benchmarks/router.py does: lengths divided by SCALE, and times scaled to this rate."""
     with path.open() as lines:
         rows = [json.loads(line) for line in itertools.islice(lines, count)]
     names, made = BlockNames(BLOCK), []
@@ -47,7 +47,7 @@ def arrivals(path: Path, count: int, rate: float) -> list[Arrival]:
 
 
 def ideal(given: Sequence[Arrival]) -> list[Arrival]:
-    """The same without the tokens that an endless cache finds."""
+    """Return the arrivals without the tokens that an unlimited cache would find."""
     seen: set[int] = set()
     left = []
     for arrival in given:

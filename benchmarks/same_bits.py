@@ -1,11 +1,11 @@
-"""Whether greedy answers depend on how they were scheduled: the same chats one by one and in other ways.
+"""Checks whether greedy answers depend on how they were scheduled: the same chats one by one and in other schedules.
 
     python benchmarks/same_bits.py --output benchmarks/results/same-bits.json
     python benchmarks/same_bits.py --requests 8 --tokens 16 --random 2
 
-The other ways: one batch; prompts in small chunks; a starved KV pool over host and disk tiers, asked twice; without
-CUDA graphs; with weights streamed from the host; then schedules drawn at random. Every answer is compared with its own
-from the first run, token by token, and every way says what it moved: one that should move something and did not fails.
+The other schedules: one batch; prompts in small chunks; a KV pool that is too small, over host and disk tiers, twice;
+without CUDA graphs; with weights streamed from the host; then random schedules. Every answer is compared token by token
+with that of the first run, and every schedule reports what it moved: it fails if it should move something and did not.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class Comparison:
 
     @property
     def lengths(self) -> list[int]:
-        """Return the tokens of each request, in and out."""
+        """Return the number of tokens of each request, prompt and output."""
         return [len(prompt) + (self.params.max_tokens or 0) for prompt in self.prompts]
 
     def run(self, name: str, moves: str = "", times: int = 1, order: Sequence[int] | None = None, **flags: Any) -> None:
-        """Ask for all at once, `times` times. `moves`: what must have moved: preempted, tiers or weights."""
+        """Send all requests at once, `times` times. `moves`: what must have moved: preempted, tiers or weights."""
         order = order or range(len(self.prompts))
-        different: dict[int, int] = {}  # request: the first token that differs
+        different: dict[int, int] = {}  # position of the first different token, by request
         if "num_gpu_blocks_override" in flags:
-            flags["gpu_memory"] = None  # the two say the same
+            flags["gpu_memory"] = None  # the number of blocks replaces it
         with LLM(**{**self.flags, **flags}) as llm:
             for _ in range(times):
                 found = self._ask(llm, [self.prompts[index] for index in order])
@@ -92,7 +92,7 @@ class Comparison:
         self._write()
 
     def _write(self) -> None:
-        """Write what there is, after every schedule: a run that is cut short leaves it."""
+        """Write the results after every schedule, so that an interrupted run leaves them."""
         if self.output is not None:
             self.output.write_text(json.dumps({
                 **made_by(), "model": self.flags["model"] or "SmolLM2-135M-Instruct", "flags": self.flags,
@@ -105,20 +105,20 @@ class Comparison:
 
 
 def starved_blocks(comparison: Comparison, block_size: int) -> int:
-    """Return the blocks of a pool that holds a quarter of all requests, and any one of them."""
+    """Return the number of blocks of a pool that holds a quarter of all requests, and at least any one of them."""
     each = [-(-length // block_size) for length in comparison.lengths]
     return max(max(each) + 1, sum(each) // 4)
 
 
 @click.command()
-@click.option("--model", default=None, help="As spill serve takes it; the default model if left out.")
+@click.option("--model", default=None, help="As for spill serve; default: the default model.")
 @click.option("--device", default="auto")
 @click.option("--dtype", default="auto")
 @click.option("--fast", is_flag=True)
-@click.option("--gpu-memory", default=None, help="As spill serve takes it, where others use the card too.")
+@click.option("--gpu-memory", default=None, help="As for spill serve, if other processes use the GPU.")
 @click.option("--requests", default=64, show_default=True)
 @click.option("--tokens", default=128, show_default=True)
-@click.option("--random", "draws", default=4, show_default=True, help="Schedules drawn at random.")
+@click.option("--random", "draws", default=4, show_default=True, help="Number of random schedules.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=None, metavar="FILE")
 def main(model: str | None, device: str, dtype: str, fast: bool, gpu_memory: str | None, requests: int, tokens: int,

@@ -1,12 +1,12 @@
-"""A hundred requests at once to a mixture whose experts' bytes only half fit: four ways to hold its weights.
+"""A hundred concurrent requests to a mixture of which half of the experts' bytes fit: four ways to hold its weights.
 
     python benchmarks/seed_000.py --output results
 
-The comparison of static offload (a share of the weights stays in host memory and is copied at use), copies on demand,
-and a sequential prefetch, and beside them pages of experts with the host's help. Steps have up to 8,192 tokens, those
-of arms that end in -16k or -32k up to so many. Lengths are drawn to be like ShareGPT's (log-normal, about 230 tokens in
-the mean); answers are cut to --output-len tokens. Random weights of the true shapes, whose router asks for fewer
-experts than a real one would: good for `demand`, which copies only those, and for the host, which computes only those.
+Compares static offload (a share of the weights stays in host memory and is copied at use), copies on demand, sequential
+prefetch, and paged experts with the host's help. Steps have up to 8,192 tokens; those of arms that end in -16k or -32k
+up to that many. Lengths are drawn to resemble ShareGPT's (log-normal, about 230 tokens on average); answers are cut to
+--output-len tokens. Weights are random, of the true shapes, and their router uses fewer experts than a real one would:
+an advantage for `demand`, which copies only those, and for the host, which computes only those.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def lengths(seed: int) -> list[int]:
 
 
 def split(arm: str) -> tuple[str, int]:
-    """A strategy, and the tokens of its steps."""
+    """Return the strategy of an arm, and the maximum number of tokens of its steps."""
     for name, tokens in TOKENS.items():
         if arm.endswith(f"-{name}"):
             return arm.removesuffix(f"-{name}"), tokens
@@ -51,19 +51,19 @@ def serve(model: str, arm: str, budget: int, offload: float, output_len: int, re
     strategy, tokens = split(arm)
     flags: dict[str, Any] = {"weights": strategy}
     if strategy == "static-offload":
-        # What stays is what it was told to keep; it is given more room for all else, so that it lacks none.
+        # cpu_offload_gb sets what stays on the device; a larger budget ensures that everything else has enough memory.
         flags, budget = {"cpu_offload_gb": offload}, budget + (6 << 30)
     found: dict[str, list[float]] = {"ttft": [], "tpot": [], "peak": []}
-    gc.collect()  # a model before this one
+    gc.collect()  # frees the model measured before
     before = torch.cuda.memory_allocated()
     with opened(model, max_num_seqs=REQUESTS, max_model_len=2048, enable_prefix_caching=False,
                 max_num_batched_tokens=tokens, gpu_memory=str(budget), **flags) as llm:
-        torch.cuda.reset_peak_memory_stats()  # planning measured the machine with buffers of its own
+        torch.cuda.reset_peak_memory_stats()  # excludes the buffers that planning used to measure the machine
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         rng = np.random.default_rng(1)
         for turn in range(repeats + 1):
             prompts = [rng.integers(1000, 100_000, length).tolist() for length in lengths(0)]
-            if turn == 0:  # compiles and records
+            if turn == 0:  # compiles kernels and captures graphs
                 warm = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False)
                 llm.generate(prompts, warm, use_tqdm=False)
                 continue
@@ -90,13 +90,13 @@ def serve(model: str, arm: str, budget: int, offload: float, output_len: int, re
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--output", default=None)
 def main(model: str, arms: str, output_len: int, repeats: int, output: str | None) -> None:
-    logging.basicConfig(level=logging.INFO)  # what the engine measured, and did
+    logging.basicConfig(level=logging.INFO)  # shows the engine's measurements and decisions
     HostPool.keeps = True
     built = architecture(MODELS[model])
     config = built.config(MODELS[model])
     shape = model_shape(config, built.weight_specs(config), "bfloat16")
     half = shape.expert_bytes * shape.num_experts * shape.expert_layers / 2
-    budget = half_budget(model) + (2 << 30)  # room for a hundred contexts
+    budget = half_budget(model) + (2 << 30)  # for a hundred contexts
     found = {arm: serve(model, arm, budget, half / 2**30, output_len, repeats) for arm in arms.split(",")}
     figures = []
     for arm, values in found.items():

@@ -1,4 +1,4 @@
-"""A `spill serve` of one's own: started on a free port, waited for, and gone when the block ends, whatever happened."""
+"""A context manager that starts a `spill serve` on a free port, waits until it is healthy, and always stops it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    """Return a port that is free, and not one of those that connections get: a server may come back to it."""
+    """Return a free port outside the range of ephemeral ports, so that a server can be restarted on it."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -34,12 +34,12 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """The server in a process group of its own, its output in a file."""
+    """A server in a separate process group, with its output in a file."""
 
     def __init__(self, *arguments: str, ready_seconds: float = 120, environment: dict[str, str] | None = None,
                  command: str = "serve", program: Sequence[str] = ()) -> None:
-        """`command`: serve or router, of `spill`. `program`: another server that takes --host and --port, in its
-        place."""
+        """`command`: serve or router, of `spill`. `program`: a different server that accepts --host and --port, to be
+        started instead."""
         self._program = list(program) or [*spill(sys.executable), command]
         self.port = free_port()
         self.url = f"http://{HOST}:{self.port}"
@@ -50,7 +50,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
-        """Start it, and wait for nothing; `close` must follow."""
+        """Start the server without waiting for it; `close` must be called later."""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen([*self._program, *self._arguments, "--host", HOST, "--port",
                                               str(self.port)], stdout=log, stderr=subprocess.STDOUT,
@@ -67,7 +67,7 @@ class ServerProcess:
         return self
 
     def wait_until_ready(self) -> float:
-        """Wait for a server that was launched. Seconds it took."""
+        """Wait until a launched server is healthy; return the seconds it took."""
         return self.wait_until_healthy(self._ready_seconds)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -94,31 +94,31 @@ class ServerProcess:
             return []
 
     def engine(self) -> psutil.Process:
-        """The child that computes: the largest, beside what the standard library may start to clean up after it."""
+        """Return the child process that computes: the largest, as the standard library may have started others."""
         return max(self.children(), key=resident_nbytes)
 
     def status(self, path: str = "/health", timeout: float = 5) -> int:
-        """The HTTP status of a GET; 0 where nobody answers."""
+        """Return the HTTP status of a GET; 0 if there is no answer."""
         return exchange(self.url + path, seconds=timeout)[0]
 
     def wait_until_healthy(self, seconds: float) -> float:
-        """Seconds it took."""
+        """Wait until the server is healthy; return the seconds it took."""
         start = time.monotonic()
         while time.monotonic() - start < seconds:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with status {self.process.returncode}:\n{self.log}")
+                raise RuntimeError(f"the server exited with status {self.process.returncode}:\n{self.log}")
             if self.status() == 200:
                 return time.monotonic() - start
             time.sleep(0.05)
         raise TimeoutError(f"the server was not healthy after {seconds:.0f} s:\n{self.log}")
 
     def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float = 30) -> int:
-        """Asks it to stop; the exit status."""
+        """Send a signal to the server and wait for it; return its exit status."""
         self.process.send_signal(number)
         return self.process.wait(seconds)
 
     def close(self) -> None:
-        """Politely, then by force: nothing of the group outlives this."""
+        """Stop the server, by force if it takes too long, and kill what is left of its process group."""
         if self._process is not None:
             if self._process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):

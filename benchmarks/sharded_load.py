@@ -1,12 +1,12 @@
-"""What loading a checkpoint costs: by ranks that each read their part, and by replicas whose weights lie in one pool.
+"""Cost of loading a checkpoint: by ranks that each read their part, and by replicas whose weights are in one pool.
 
     python benchmarks/sharded_load.py --output-json benchmarks/results/sharded-load.json
 
-A checkpoint of random weights is written, in several files. It is loaded, with nothing of it in the page cache, at 1, 2
-and 4 ranks on a CPU (`ranks`); and, with a budget that most of its weights do not fit, by two engines one after the
-other, each with weights of its own, and then over a shared pool (`replicas`). For each: seconds, the bytes that all
-processes asked for and those that came from the disk, by the size of the checkpoint, and the most memory that all of
-them had at once beside what the plan says.
+A checkpoint of random weights is written, in several files. It is loaded, with none of it in the page cache, by 1, 2
+and 4 ranks on a CPU (`ranks`); and, with a budget in which most of its weights do not fit, by two engines one after the
+other, first with separate weights, then with a shared pool (`replicas`). For each: seconds, the bytes that all
+processes read and those that came from the disk, relative to the size of the checkpoint, and the peak memory of all
+processes together, next to what the plan says.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PATIENCE = 300.0
 
 
 class Engine:
-    """An engine in a process of its own, with the ranks that it starts."""
+    """An engine in a separate process, with the ranks that it starts."""
 
     def __init__(self, flags: dict[str, Any], log: Path) -> None:
         self.started = time.monotonic()
@@ -83,7 +83,7 @@ class Engine:
 
 
 class Watch:
-    """The most memory that processes had at once, of their own or shared among them, looked at all the time."""
+    """The peak memory of all processes together, private and shared, sampled all the time."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.peak = 0
@@ -104,7 +104,7 @@ class Watch:
 
 
 def _memory(process: psutil.Process) -> int:
-    """Memory that is no copy of a file, that which is shared counted once among those who share it."""
+    """Return the memory that is no copy of a file; shared memory is divided by the processes that share it."""
     with contextlib.suppress(OSError, psutil.Error):
         rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
         sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in rollup.splitlines()[1:]}
@@ -113,7 +113,7 @@ def _memory(process: psutil.Process) -> int:
 
 
 def _read(engines: Sequence[Engine]) -> tuple[int, int]:
-    """Bytes that processes asked for, and those that came from the disk."""
+    """Return the bytes that processes have read, and those of them that came from the disk."""
     asked = stored = 0
     for engine in engines:
         for process in engine.processes():
@@ -125,7 +125,7 @@ def _read(engines: Sequence[Engine]) -> tuple[int, int]:
 
 
 def write_checkpoint(folder: Path) -> int:
-    """Write random weights in files of at most 300 MB; return their bytes."""
+    """Write random weights in files of at most 300 MB; return their total bytes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -147,7 +147,7 @@ def forget(folder: Path) -> None:
 
 @contextlib.contextmanager
 def loaded(all_flags: Sequence[dict[str, Any]], log: Path) -> Iterator[dict[str, Any]]:
-    """Start engines one after another, and give what that took."""
+    """Start engines one after another; yield the measurements of their loading."""
     engines: list[Engine] = []
     watch = Watch(engines)
     try:
@@ -206,9 +206,9 @@ def _shares(found: dict[str, Any], nbytes: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4])
-    parser.add_argument("--gpu-memory", default="700MB", help="of each replica, whose weights are larger")
+    parser.add_argument("--gpu-memory", default="700MB", help="memory of each replica; its weights are larger")
     parser.add_argument("--pool", type=int, default=6 << 30, help="bytes of the pool")
-    parser.add_argument("--folder", help="where the checkpoint is written for the time: on a disk")
+    parser.add_argument("--folder", help="folder on a disk for the temporary checkpoint")
     parser.add_argument("--output-json", type=Path)
     arguments = parser.parse_args()
     machine = probe()

@@ -1,11 +1,11 @@
-"""The simulator against real runs: one and two replicas behind the router, predicted and measured with the same trace.
+"""The simulator compared with real runs: one and two replicas behind the router, predicted and measured on one trace.
 
     python benchmarks/simulate.py --output-json benchmarks/results/simulator.json
     python benchmarks/simulate.py --rate 7 --append --output-json benchmarks/results/simulator.json  # near saturation
 
-Replicas are `spill serve --load-format null --simulate-step`: true HTTP, scheduler, prefix cache, KV events and router,
-and steps that take a given time instead of a model, so the step costs are known and what is compared is all the rest:
-batching, caches, queues, routing. What a request takes outside of steps is measured first, with one request at a time.
+Replicas are `spill serve --load-format null --simulate-step`: real HTTP, scheduler, prefix cache, KV events and router,
+and steps that take a given time instead of computing. Step costs are thus known, and all else is compared: batching,
+caches, queues, routing. The time of a request outside of steps is measured first, with one request at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SETTINGS = ((1, "predicted"), (2, "predicted"), (2, "round-robin"))
 
 
 def tenants(arguments: argparse.Namespace, draw: random.Random, replicas: int) -> list[Request]:
-    """Tenants with a long prefix each, whose users ask in random order."""
+    """Return the requests of tenants with a long prefix each, whose users send them in random order."""
     prefixes = [_text(draw, arguments.prefix) for _ in range(arguments.tenants)]
     asked = [tenant for tenant in range(arguments.tenants) for _ in range(arguments.users)]
     draw.shuffle(asked)
@@ -91,10 +91,10 @@ async def main() -> None:
     parser.add_argument("--prefix", type=int, default=1200)
     parser.add_argument("--question", type=int, default=240)
     parser.add_argument("--output", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=100, help="without reuse, for each replica")
-    parser.add_argument("--rate", type=float, default=5.0, help="requests a second for each replica")
+    parser.add_argument("--requests", type=int, default=100, help="requests per replica without reuse")
+    parser.add_argument("--rate", type=float, default=5.0, help="requests per second and replica")
     parser.add_argument("--output-json", type=Path)
-    parser.add_argument("--append", action="store_true", help="keep the points that the file has already")
+    parser.add_argument("--append", action="store_true", help="keep the points that are in the file")
     arguments = parser.parse_args()
     flags = ("--load-format", "null", "--simulate-step", arguments.step, "--max-model-len", "8192",
              "--num-gpu-blocks-override", str(arguments.blocks), "--max-num-seqs", str(arguments.max_num_seqs),
@@ -114,10 +114,10 @@ async def main() -> None:
         for replicas, policy in SETTINGS:
             with ServerProcess(*(server.url for server in servers[:replicas]), "--routing-policy", policy,
                                "--no-log-requests", command="router") as router:
-                await play(router.url, no_reuse(arguments, random.Random(1), 1)[:20])  # warm
+                await play(router.url, no_reuse(arguments, random.Random(1), 1)[:20])  # warm-up
                 if not points:
                     idle = await added(servers[0], router, 60, small_completion)
-                    alone = costs.fit.costs.step + BLOCK * costs.fit.costs.prefill_token  # all but a block is cached
+                    alone = costs.fit.costs.step + BLOCK * costs.fit.costs.prefill_token  # all but one block cached
                     outside = {"request_seconds": max(0.0, idle["direct_p50_ms"] / 1e3 - alone),
                                "router_seconds": max(0.0, idle["added_p50_ms"] / 1e3)}
                 for workload, make in (("tenants", tenants), ("no reuse", no_reuse)):

@@ -1,11 +1,11 @@
-"""Thousands of random requests, valid and invalid, at once: nothing breaks, leaks or grows.
+"""Thousands of random requests, valid and invalid, at the same time: nothing may break, leak or grow.
 
     python benchmarks/soak.py --requests 10000 --load-format null --output-json soak.json
     python benchmarks/soak.py --requests 1000 --invalid 0.5          # the default model
 
-Starts a `spill serve` of its own. What must hold: no 5xx; refusals in OpenAI's error shape; every stream ends in [DONE]
-or in an error event; the server's own count and log know of no failure either; afterwards nothing runs or waits and no
-KV block is held; and the resident memory of front and engine does not grow after the first tenth of the requests.
+Starts a `spill serve`. These conditions must hold: no 5xx; rejections have OpenAI's error format; every stream ends
+with [DONE] or an error event; the server's own counters and log show no failure either; afterwards no request runs or
+waits and no KV block is held; resident memory of front and engine does not grow after the first tenth of the requests.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from server_process import HOST, ServerProcess, resident_nbytes
 from spillover.bench.serving.http_client import Call, Connection, Reply
 from spillover.bench.serving.sse import events
 
-ALLOWED_GROWTH = (0.05, 10 << 20)  # a share of what it was, and bytes on top
-ANSWER_SECONDS = 120  # a request without an answer for so long counts as stuck
+ALLOWED_GROWTH = (0.05, 10 << 20)  # a share of the earlier memory, plus bytes
+ANSWER_SECONDS = 120  # a request without an answer after this time counts as stuck
 
 
 @dataclass
 class Findings:
-    """What happened, counted; `problems` must stay empty."""
+    """Counts of what happened; `problems` must stay empty."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     shapes: Counter[str] = field(default_factory=Counter)
@@ -43,7 +43,7 @@ class Findings:
     streams_ended_by_error: int = 0
     hung_up: int = 0
     problems: list[str] = field(default_factory=list)
-    rss: list[dict[str, float]] = field(default_factory=list)  # requests done, front and engine in MB
+    rss: list[dict[str, float]] = field(default_factory=list)  # number of completed requests, MB of front and engine
 
     def problem(self, shape: Shape, what: str) -> None:
         body = (shape.call.body or b"")[:300].decode(errors="replace")
@@ -51,7 +51,7 @@ class Findings:
 
 
 async def soak(server: ServerProcess, shapes: Shapes, requests: int, concurrency: int, weigh: bool = True) -> Findings:
-    """`weigh=False` for a run too short for memory to have settled."""
+    """Send requests and return the findings; use `weigh=False` if the run is too short for memory to settle."""
     findings = Findings()
     left = iter(range(requests))
     done = 0
@@ -125,7 +125,7 @@ async def _stream(connection: Connection, reply: Reply, shape: Shape, findings: 
 
 
 def _unfinished(shape: Shape, seen: list[bytes]) -> list[str]:
-    """Every choice that begins has exactly one finish reason."""
+    """Return a problem if a choice that has begun does not have exactly one finish reason."""
     begun: set[int] = set()
     finished: Counter[int] = Counter()
     for data in seen:
@@ -151,7 +151,7 @@ def _check(shape: Shape, reply: Reply, body: bytes, findings: Findings) -> None:
 
 
 def is_error(body: bytes) -> bool:
-    """OpenAI's shape, with a sentence in it."""
+    """Return whether a body has OpenAI's error format, with a message."""
     try:
         error = json.loads(body)["error"]
         return bool(error["message"]) and isinstance(error["type"], str) and {"param", "code"} <= error.keys()
@@ -160,7 +160,7 @@ def is_error(body: bytes) -> bool:
 
 
 async def _leftovers(server: ServerProcess) -> list[str]:
-    """What still runs, waits or holds blocks once everybody has been answered; hang-ups need a step to be noticed."""
+    """Return what still runs, waits or holds blocks after all answers; the engine notices hang-ups only in a step."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     values: dict[str, float] = {}
     for _ in range(100):
@@ -173,11 +173,11 @@ async def _leftovers(server: ServerProcess) -> list[str]:
 
 
 async def _own_count(server: ServerProcess) -> list[str]:
-    """What the server says of itself: a failure whose client had gone is seen nowhere else."""
+    """Return the failures that the server reports; those of clients that have disconnected are only visible there."""
     metrics = await _get(server, "/metrics")
     problems = [f"the server counts {line}" for line in metrics.splitlines()
                 if line.startswith("spillover:http_requests_total{") and re.search(r'status="5\d\d"', line)
-                and '"/health"' not in line]  # which says 503 until the engine is ready
+                and '"/health"' not in line]  # /health returns 503 until the engine is ready
     if (found := server.log.find("Traceback")) >= 0:
         problems.append(f"the server's log has a traceback:\n{server.log[found:found + 4000]}")
     return problems
@@ -192,7 +192,7 @@ async def _get(server: ServerProcess, path: str) -> str:
 
 
 def total(metrics: str, name: str) -> float:
-    """A metric summed over its labels; one that is not there is an error, not a zero."""
+    """Return a metric summed over its labels; raise ValueError if it does not exist, instead of returning zero."""
     values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.MULTILINE)
     if not values:
         raise ValueError(f"/metrics has no {name}")
@@ -205,7 +205,7 @@ def _weigh(server: ServerProcess, findings: Findings, done: int) -> None:
 
 
 def growth(rss: list[dict[str, float]], warm: int) -> list[str]:
-    """Which process weighs more at the end than it did once warm, beyond what is allowed."""
+    """Return a problem for each process that has grown by more than is allowed since its warm-up."""
     first = next(sample for sample in rss if sample["requests"] >= warm)
     problems = []
     for process in ("front", "engine"):
@@ -234,11 +234,11 @@ def summary(findings: Findings, seconds: float) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="what to serve; the default model if not given")
+    parser.add_argument("model", nargs="?", help="model to serve; default: the default model")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--invalid", type=float, default=0.35, help="share of requests that must be refused")
-    parser.add_argument("--max-tokens", type=int, default=24, help="longest answer asked for")
+    parser.add_argument("--max-tokens", type=int, default=24, help="maximum number of tokens of an answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--load-format", default="auto", help="null: a model that answers at once, without weights")
     parser.add_argument("--num-gpu-blocks-override", type=int, default=1024,

@@ -1,15 +1,15 @@
-"""Speed and acceptance with and without speculation, in turns: a repetitive, an ordinary and a random workload. The
-last, random tokens that are answered at temperature 1, is the worst for a drafter.
+"""Speed and acceptance with and without speculation, alternating, for a repetitive, an ordinary and a random workload.
+The last consists of random tokens that are answered at temperature 1, which is the worst case for a drafter.
 
     python benchmarks/speculation.py                               # the default model, on the CPU
     python benchmarks/speculation.py --requests 4 --repeats 5 --output results.json
     python benchmarks/speculation.py --weight-codes widen --method substitute-int4 --method substitute-int8 \
-        --workload ordinary --tokens 6                # the model as float32, drafted for by rounded copies
+        --workload ordinary --tokens 6                # the model as float32, with quantised copies as drafters
     python benchmarks/speculation.py --model llama-3.1-8b --device cuda --gpu-memory 45GB --length 256 \
-        --simulate 0.8,0.6,0.4,0.28 --requests 1 --head   # a model of gpu_workload.py, of random weights
+        --simulate 0.8,0.6,0.4,0.28 --requests 1 --head   # a model of gpu_workload.py, with random weights
 
-Every way of running has an engine of its own, and all are loaded at once; in each repeat every workload runs once by
-each of them, in an order that turns. The texts must be equal, or the run fails. With --simulate acceptance is made up,
+Every configuration has its own engine, and all engines are loaded at once; in each repeat every engine runs every
+workload once, in rotating order. The texts must be equal, or the run fails. With --simulate acceptance is simulated,
 texts differ, and every line says so.
 """
 
@@ -60,12 +60,12 @@ ORDINARY = [
 ]
 
 
-KNOWN = 32_000  # tokens of an EAGLE-3 head
+KNOWN = 32_000  # number of tokens in an EAGLE-3 head's vocabulary
 
 
 def prompts(llm: LLM, workload: str, count: int, turn: int) -> list[list[int]]:
-    """Return other prompts in each turn, as far as there are some: a drafter that keeps what was said would know the
-    answers."""
+    """Return different prompts in each turn, as far as there are enough: a drafter that keeps earlier answers would
+    know these."""
     rng = random.Random(f"{workload} {turn}")
     if workload == "random":
         return [[rng.randrange(100, 5000) for _ in range(64)] for _ in range(count)]
@@ -88,7 +88,7 @@ class Run:
 
 
 def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tuple[list[list[int]], Run]:
-    """Return the tokens, and what they took."""
+    """Return the tokens, and the measurements of the run."""
     llm.reset_prefix_cache()
     params = [SamplingParams(temperature=temperature, seed=index, max_tokens=length, ignore_eos=True)
               for index in range(len(asked))]
@@ -105,13 +105,13 @@ def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tu
 @click.command()
 @click.option("--model", default=None, help="A model; default: SmolLM2-135M-Instruct.")
 @click.option("--device", default="cpu")
-@click.option("--gpu-memory", default=None, help="Of each of the engines.")
+@click.option("--gpu-memory", default=None, help="Device memory of each engine.")
 @click.option("--method", "methods", multiple=True, default=("ngram", "suffix"),
               help="ngram, suffix, substitute-int4, substitute-int8, draft_model:PATH, eagle3:PATH.")
-@click.option("--weight-codes", default="keep", help="What becomes of weights in codes, as `spill serve` has it.")
+@click.option("--weight-codes", default="keep", help="How weights in codes are stored, as for `spill serve`.")
 @click.option("--workload", "workloads", multiple=True, default=("repetitive", "ordinary", "random"))
-@click.option("--tokens", default=None, type=int, help="Most tokens of a draft.")
-@click.option("--always", is_flag=True, help="Draft always, whether or not it pays.")
+@click.option("--tokens", default=None, type=int, help="Maximum number of draft tokens.")
+@click.option("--always", is_flag=True, help="Draft always, even where it does not pay off.")
 @click.option("--simulate", default=None, help="Simulated acceptance by position, for random weights.")
 @click.option("--draft-passes", is_flag=True,
               help="With --simulate: also with a draft model of the size of an EAGLE-3 head, whose passes are real.")
@@ -166,7 +166,7 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
                     said, measured = run(engines[name], asked, length, heat)
                     expected = expected or said
                     if simulate is None and said != expected:
-                        raise click.ClickException(f"{name} says something else than the others on '{workload}'")
+                        raise click.ClickException(f"{name} gave different tokens than the others on '{workload}'")
                     found[name].append(measured)
             results += [summary(workload, name, runs, found["plain"], requests * length, simulate is not None)
                         for name, runs in found.items()]
@@ -180,22 +180,22 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
 
 
 def head_sized(target: dict[str, Any], folder: Path) -> str:
-    """Write the configuration of a draft model as large as an EAGLE-3 head: one layer, and 32,000 of the tokens."""
+    """Write the configuration of a draft model as large as an EAGLE-3 head: one layer and 32,000 of the tokens."""
     folder.joinpath("config.json").write_text(json.dumps({**target, "num_hidden_layers": 1, "vocab_size": KNOWN + 1}))
     folder.joinpath("draft_vocab.json").write_text(json.dumps({"target_ids": list(range(KNOWN))}))
     return str(folder)
 
 
 def eagle_head(target: dict[str, Any], folder: Path) -> str:
-    """Write the configuration of an EAGLE-3 head as published: a layer as those of the model, 32,000 tokens."""
+    """Write the configuration of an EAGLE-3 head as published: one layer like those of the model, 32,000 tokens."""
     config = {**target, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": KNOWN}
     folder.joinpath("config.json").write_text(json.dumps(config))
     return str(folder)
 
 
 def speculating(method: str, tokens: int | None) -> dict[str, Any]:
-    """Return the flags of a method; "substitute-int8" has what copies are rounded to, "draft_model:PATH" a model and
-    "eagle3:PATH" a head."""
+    """Return the flags of a method: "substitute-int8" names the type of the quantised copy, "draft_model:PATH" a draft
+    model and "eagle3:PATH" a head."""
     kind, _, drafting = method.partition(":")
     name, _, rounded = kind.partition("-")
     config = {"method": name, "substitute_dtype": rounded} if rounded else {"method": name}
@@ -224,8 +224,8 @@ def describe(row: dict[str, Any]) -> str:
             f"({min(row['speeds']):.2f} to {max(row['speeds']):.2f})")
     if row["drafts"]:
         shares = " ".join(f"{count / row['drafts']:.2f}" for count in row["accepted_by_position"])
-        line += (f"  {row['accepted']} of {row['drafted']} accepted, {row['tokens_per_pass']:.2f} tokens a pass with a "
-                 f"draft; by position {shares}; {row['draft_ms']:.2f} ms a draft, {row['verify_ms']:.2f} ms its step")
+        line += (f"  {row['accepted']} of {row['drafted']} accepted, {row['tokens_per_pass']:.2f} tokens/pass with a "
+                 f"draft; by position {shares}; {row['draft_ms']:.2f} ms/draft, {row['verify_ms']:.2f} ms/verify")
     return line + (" (simulated acceptance)" if row["simulated"] else "")
 
 

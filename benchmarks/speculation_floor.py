@@ -1,4 +1,4 @@
-"""The least speed with speculation over that without, over models, texts and loads.
+"""Smallest ratio of the speed with speculation to the speed without, over models, texts and loads.
 
     python benchmarks/speculation_floor.py                                        # three models on the CPU
     python benchmarks/speculation_floor.py --model mixture --load batch:1 --load 0.5 --repeats 6 --output floor.json
@@ -6,13 +6,13 @@
 
 Two engines are loaded, one of which speculates. A load `batch:N` is N requests at once; a load of 0.5 is an open loop
 of requests that arrive at half the rate that the plain engine serves at its full batch, at the same times for both. In
-each repeat every load runs once by each engine, and who begins takes turns; the texts must be equal. A cell's figures
-are ratios of plain to speculating: of the time of the batch, or of the mean latency of a request; of the CPU time; and
-of the decode time of a token. `worst` is the cell of the least ratio.
+each repeat both engines run every load, in alternating order; the texts must be equal. A cell's figures are ratios of
+plain to speculating: of the time of the batch, or of the mean latency of a request; of the CPU time; and of the decode
+time per token. `worst` is the cell with the smallest ratio.
 
-Texts: `random` is random tokens answered at temperature 1, of which nothing can be guessed; `coins` is answered by one
-of three tokens, each about as likely, so that there is always a draft and it is right a third of the time; `chats` are
-ordinary questions, answered greedily (models of random weights get random tokens: they fall into loops).
+Texts: `random` is random tokens answered at temperature 1, which cannot be guessed; `coins` is answered with one of
+three tokens, each about as likely, so that there is always a draft and it is right a third of the time; `chats` are
+ordinary questions, answered greedily (models with random weights get random tokens: they fall into loops).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PROMISE = 0.97
 _SMALL = {"vocab_size": 32000, "hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
           "rms_norm_eps": 1e-6, "rope_theta": 1000000, "max_position_embeddings": 2048, "hidden_act": "silu",
           "torch_dtype": "float32", "eos_token_id": 2, "tie_word_embeddings": True}
-SMALL: dict[str, dict[str, Any]] = {  # of random weights, with steps of a few milliseconds on two cores
+SMALL: dict[str, dict[str, Any]] = {  # with random weights, and steps of a few milliseconds on two cores
     "mixture": {**_SMALL, "architectures": ["MixtralForCausalLM"], "intermediate_size": 512, "num_hidden_layers": 8,
                 "num_local_experts": 8, "num_experts_per_tok": 2},
     "dense": {**_SMALL, "architectures": ["Qwen3ForCausalLM"], "intermediate_size": 1536, "num_hidden_layers": 12},
@@ -51,7 +51,7 @@ TEXTS = ("random", "coins", "chats")
 
 @dataclass
 class Cell:
-    """One model, text and load, with what both engines took in each repeat."""
+    """One model, text and load, with the measurements of both engines in each repeat."""
 
     model: str
     text: str
@@ -71,7 +71,7 @@ class Cell:
             self.accepted += sum(output.drafts.accepted for output in run.outputs)
 
     def ratios(self) -> dict[str, Ratio]:
-        """Return plain over speculating, so that below 1 is slower. Two repeats, of opposite order, are one block."""
+        """Return plain over speculating, so below 1 is slower. Two repeats in opposite order are one block."""
         block = 2 if len(self.seconds["plain"]) % 2 == 0 else 1
         return {name: paired_ratio(taken["plain"], taken["speculating"], block)
                 for name, taken in (("speed", self.seconds), ("cpu", self.cpu), ("token", self.token))}
@@ -84,14 +84,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Run:
-    seconds: float  # of the batch, or the mean latency of a request
+    seconds: float  # time of the batch, or mean latency of a request
     cpu: float
     token_seconds: float  # mean over requests of the time between two tokens
     outputs: Sequence[RequestOutput]
 
 
 def prompts(llm: LLM, text: str, count: int, turn: int, chats: bool) -> list[list[int]]:
-    """Return other prompts in each turn: a drafter that keeps what was said would know the answers."""
+    """Return different prompts in each turn: a drafter that keeps earlier answers would know these."""
     rng = random.Random(f"{text} {turn}")
     if text != "chats" or not chats:
         return [[rng.randrange(100, 5000) for _ in range(48)] for _ in range(count)]
@@ -112,7 +112,7 @@ def params(text: str, count: int, length: int, turn: int) -> list[SamplingParams
 
 
 def measure(llm: LLM, asked: Sequence[list[int]], how: Sequence[SamplingParams], times: Sequence[float] | None) -> Run:
-    """Run requests, all at once or at their times."""
+    """Send requests, all at once or at their times; return the measurements."""
     llm.reset_prefix_cache()
     cpu, begun = time.process_time(), time.perf_counter()
     if times is None:
@@ -146,7 +146,7 @@ def _open_loop(llm: LLM, asked: Sequence[list[int]], how: Sequence[SamplingParam
 
 
 def arrival_times(share: float, capacity: float, length: int, count: int, turn: int) -> list[float]:
-    """Return when requests arrive at a share of the rate that the plain engine serves."""
+    """Return the arrival times of requests, at a share of the rate that the plain engine serves."""
     return Arrivals(rate=share * capacity / length, seed=turn).times([None] * count)
 
 
@@ -159,9 +159,9 @@ def arrival_times(share: float, capacity: float, length: int, count: int, turn: 
               show_default=True)
 @click.option("--method", default="suffix", show_default=True)
 @click.option("--device", default="cpu", show_default=True)
-@click.option("--gpu-memory", default=None, help="Of each of the two engines.")
-@click.option("--seqs", default=16, show_default=True, help="Requests in a step, at most.")
-@click.option("--requests", default=12, show_default=True, help="Of an open loop.")
+@click.option("--gpu-memory", default=None, help="Device memory of each engine.")
+@click.option("--seqs", default=16, show_default=True, help="Maximum number of requests in a step.")
+@click.option("--requests", default=12, show_default=True, help="Number of requests of an open loop.")
 @click.option("--length", default=64, show_default=True, help="Tokens of an answer.")
 @click.option("--repeats", default=6, show_default=True, help="An even number: two of opposite order are one block.")
 @click.option("--output", default=None, type=click.Path(path_type=Path), help="A file for the results, as JSON.")
@@ -183,7 +183,7 @@ def main(models: tuple[str, ...], texts: tuple[str, ...], loads: tuple[str, ...]
                                   repeats)
                 for cell in cells[-len(loads):]:
                     click.echo(describe(cell))
-                if output is not None:  # so that a run which is cut short leaves something
+                if output is not None:  # so that an interrupted run leaves results
                     output.write_text(json.dumps(result(cells, settings), indent=2) + "\n")
     for name, cell in worst(cells).items():
         click.echo(f"worst {name}, {verdict(cell.ratios()[name])} {PROMISE}: {describe(cell)}")
@@ -246,7 +246,7 @@ def measured(engines: dict[str, LLM], cells: Sequence[Cell], capacity: float, re
 
 
 def verdict(ratio: Ratio) -> str:
-    """Return what the interval says of a ratio beside the promise; a machine with other work rarely decides it."""
+    """Return how a ratio's interval compares with the promise; on a machine with other work it is rarely decided."""
     if ratio.low is None or ratio.high is None or ratio.low < PROMISE <= ratio.high:
         return "undecided about"
     return "not below" if ratio.low >= PROMISE else "below"

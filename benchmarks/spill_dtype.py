@@ -1,11 +1,11 @@
-"""What KV in fewer bits below the device costs: text is continued after prefixes that came back from host memory.
+"""Quality loss of KV that is quantised below the device: text is continued after prefixes restored from host memory.
 
     python benchmarks/spill_dtype.py MODEL --text FILE [--windows 16] [--prefix 384] [--length 512] [--output-json FILE]
 
-FILE (text, .json or .jsonl as `spill quantize --calibrate` takes it) is cut into windows. The prefix of each is
-computed, copied to host memory and restored from there, and the rest of the window is scored after it: perplexity, and
-KL divergence and top-1 agreement against the same with KV that is not quantised. "int4 plain" leaves the rotation of
-int4 out. The error is of keys and values as they come back, relative to their norm. On the CPU.
+FILE (text, .json or .jsonl, as for `spill quantize --calibrate`) is cut into windows. The prefix of each window is
+computed, copied to host memory and restored, and the rest of the window is scored after it: perplexity, and KL
+divergence and top-1 agreement compared with the same with KV that is not quantised. "int4 plain" omits the rotation of
+int4. The error is that of restored keys and values, relative to their norm. Runs on the CPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RUNS: dict[str, dict[str, str]] = {
 
 
 class Errors:
-    """Sums of squares of what blocks lose on their way to host memory and back: of keys, and of values."""
+    """Sums of squares of blocks, and of their errors after encoding and decoding: of keys, and of values."""
 
     def __init__(self) -> None:
         self.lost, self.whole = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
@@ -64,7 +64,7 @@ class Errors:
 
 @contextmanager
 def observed(rotated: bool) -> Iterator[Errors]:
-    """Measure what every block of float32 loses that is encoded meanwhile, with or without int4's rotation."""
+    """Measure the error of every float32 block that is encoded in this context, with or without int4's rotation."""
     errors, encode = Errors(), KVCodec.encode
 
     def encode_and_look(codec: KVCodec, block: memoryview, slot: memoryview) -> None:
@@ -82,8 +82,8 @@ def observed(rotated: bool) -> Iterator[Errors]:
 
 
 def continued(llm: LLM, windows: Sequence[list[int]], prefix: int) -> Iterator[Tensor]:
-    """Yield the logits [length - prefix - 1, V] of each window after its prefix came from host memory: those after the
-    token that follows the prefix, as that token's own position is the first that is computed."""
+    """Yield the logits [length - prefix - 1, V] of each window after its prefix was restored from host memory. They
+    start at the token that follows the prefix, as its position is the first that is computed."""
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     score = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=prefix + 1,
                            ignore_eos=True, detokenize=False)
@@ -92,11 +92,11 @@ def continued(llm: LLM, windows: Sequence[list[int]], prefix: int) -> Iterator[T
     for window in windows:
         llm.generate(window[:prefix], one, use_tqdm=False)
     for window in windows:
-        llm._thread.run(llm.engine.scheduler.kv.reset_prefix_cache)  # the device's alone
+        llm._thread.run(llm.engine.scheduler.kv.reset_prefix_cache)  # those on the device only
         restored = llm.generate(window[: prefix + 1], one, use_tqdm=False)[0].sources
         if restored.host < prefix:
-            raise SystemExit(f"only {restored.host} of {prefix} tokens came from host memory; the prefix is to be "
-                             "whole blocks of 16, and there are to be several windows")
+            raise SystemExit(f"only {restored.host} of {prefix} tokens came from host memory; the prefix must be "
+                             "whole blocks of 16, and there must be several windows")
         rows.clear()
         scored = llm.generate(window, score, use_tqdm=False)[0].sources
         assert scored.device >= prefix, scored
@@ -104,7 +104,7 @@ def continued(llm: LLM, windows: Sequence[list[int]], prefix: int) -> Iterator[T
 
 
 def measure(name: str, model: str, windows: Sequence[list[int]], prefix: int, wanted: list[Tensor]) -> dict[str, Any]:
-    """Score all windows; the first run fills `wanted` with its log probabilities, which the others are compared to."""
+    """Score all windows; the first run fills `wanted` with its log probabilities, with which others are compared."""
     blocks = 2 * -(-len(windows[0]) // 16) + 8
     totals = {"kl": 0.0, "same": 0, "logprob": 0.0, "tokens": 0}
     with observed(name != "int4 plain") as errors, LLM(

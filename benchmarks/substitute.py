@@ -1,13 +1,13 @@
-"""Models larger than their budget with and without substitutes: layers stream, and rounded copies of them draft.
+"""Models larger than their budget with and without substitutes: layers are streamed, and their quantised copies draft.
 
     python benchmarks/substitute.py --model qwen3-32b --gpu-memory 24GB --output results
     python benchmarks/substitute.py --model llama-3.1-8b --gpu-memory 8GB --output results
-    python benchmarks/substitute.py --model tiny --device cpu --gpu-memory 52MB --length 40    # that it runs
+    python benchmarks/substitute.py --model tiny --device cpu --gpu-memory 52MB --length 40    # tests the script
 
-Weights are random, so that acceptance is simulated (--speculative-simulate) and texts mean nothing; the passes that
-draft, those that verify and the copies of weights are real. A draft has --tokens, of which each is right with the same
-chance if those before it were, such that a pass brings --tokens-per-pass on average. One request. The limit is what the
-plan says of the same number of tokens at measured rates.
+Weights are random, so acceptance is simulated (--speculative-simulate) and texts are meaningless; draft passes, verify
+passes and copies of weights are real. A draft has --tokens tokens; each is right with the same probability if those
+before it are, such that a pass yields --tokens-per-pass on average. There is one request. The limit is the plan's
+prediction for the same number of tokens at measured rates.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MODELS["tiny"] = {
 
 
 def falling(tokens: int, tokens_per_pass: float) -> list[float]:
-    """Return how often a draft is right up to each position if a pass brings `tokens_per_pass`, the model's own
-    token included."""
+    """Return the probability that a draft is right up to each position, if a pass yields `tokens_per_pass` on average,
+    including the model's own token."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -39,7 +39,7 @@ def falling(tokens: int, tokens_per_pass: float) -> list[float]:
 
 
 def speed(llm: LLM, prompt: int, length: int, repeats: int) -> list[float]:
-    """Return tokens a second of decoding, one request after another."""
+    """Return the tokens per second of decoding, one request after another."""
     found = []
     for repeat in range(repeats + 1):
         asked = [[1 + (7 * index + repeat) % 1000 for index in range(prompt)]]
@@ -59,13 +59,13 @@ def speed(llm: LLM, prompt: int, length: int, repeats: int) -> list[float]:
 @click.option("--gpu-memory", default="24GB")
 @click.option("--device", default="cuda")
 @click.option("--substitute-dtype", "rounded", default="int4")
-@click.option("--tokens", default=28, help="Tokens of a draft.")
-@click.option("--tokens-per-pass", default=20.0, help="That a pass brings on average (simulated).")
+@click.option("--tokens", default=28, help="Number of draft tokens.")
+@click.option("--tokens-per-pass", default=20.0, help="Mean tokens of a pass (simulated).")
 @click.option("--prompt", default=64, help="Tokens of a prompt.")
 @click.option("--length", default=320, help="Tokens of an answer.")
-@click.option("--plain-length", default=6, help="Tokens of an answer without substitutes; 0 leaves that out.")
+@click.option("--plain-length", default=6, help="Tokens of an answer without substitutes; 0 skips it.")
 @click.option("--repeats", default=3)
-@click.option("--output", default=None, help="A file for the results, as JSON; `results`: among those kept here.")
+@click.option("--output", default=None, help="File for the results, as JSON; `results` is benchmarks/results/.")
 def main(model: str, gpu_memory: str, device: str, rounded: str, tokens: int, tokens_per_pass: float, prompt: int,
          length: int, plain_length: int, repeats: int, output: str | None) -> None:
     flags: dict[str, Any] = {"device": device, "gpu_memory": gpu_memory, "max_num_seqs": 1, "max_model_len": 1024,
@@ -100,7 +100,7 @@ def main(model: str, gpu_memory: str, device: str, rounded: str, tokens: int, to
                    "planned_draft_seconds_per_token": planned.draft_seconds, "bytes_moved": moved,
                    "copies_bytes": planned.nbytes, "substitute_dtype": rounded}
         figures.append(Figure("decode, substitutes, simulated acceptance", "tok/s", found, limit, details=details))
-        print(f"{counts.tokens_per_pass:.1f} tokens a pass (simulated acceptance), {1e3 * per_token:.2f} ms to draft a "
+        print(f"{counts.tokens_per_pass:.1f} tokens/pass (simulated acceptance), {1e3 * per_token:.2f} ms to draft a "
               f"token, by the plan {1e3 * planned.draft_seconds:.2f}; by the plan a pass {planned.pass_seconds:.3f} s")
     write(f"substitute-{model}", figures, output, model=model, gpu_memory=gpu_memory, device=device)
 

@@ -1,11 +1,11 @@
-"""Many callers at once on one `LLM` (threads) and on one `AsyncLLM` (tasks), who leave as they please.
+"""Many concurrent callers of one `LLM` (threads) and of one `AsyncLLM` (tasks), which stop reading at random.
 
     python benchmarks/threads.py --output-json benchmarks/results/threads.json
     python benchmarks/threads.py --threads 8 --requests 200 --load-format null
 
-What must hold: every answer has the tokens of the same request alone, also as far as it got where its caller left (by
-closing the iterator, by an exception, by `abort`, by cancellation); afterwards nothing runs or waits and no KV block is
-held; and closing in the middle of everything ends every caller with a sentence.
+These conditions must hold: every answer has the tokens of the same request alone, or the first of them if its caller
+left early (by closing the iterator, by an exception, by `abort`, by cancellation); afterwards no request runs or waits
+and no KV block is held; and closing the engine while requests run gives every caller an error that says so.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 
 from spillover import LLM, AsyncLLM, RequestOutput, SamplingParams, SpilloverError
 
-KINDS = 60  # different requests, of which every caller draws
-LEAVE_SECONDS = 30.0  # for what callers left to be gone
+KINDS = 60  # number of different requests, from which callers choose
+LEAVE_SECONDS = 30.0  # maximum time until abandoned requests have ended
 
 
 class LeftInAHurryError(Exception):
-    """Raised by a caller over its own answer."""
+    """Raised by a caller while it reads its own answer."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def tokens(output: RequestOutput) -> list[list[int]]:
 
 
 def make_cases(llm: LLM, seed: int, vocab_size: int, most_tokens: int = 16) -> list[Case]:
-    """Prompts that share beginnings; greedy and sampled, alone and with siblings. Runs each of them, one by one."""
+    """Make prompts that share beginnings, greedy and sampled, with one or two sequences; run each of them alone."""
     rng = random.Random(seed)
     start = [rng.randrange(3, vocab_size) for _ in range(24)]
     made = []
@@ -69,7 +69,7 @@ def make_cases(llm: LLM, seed: int, vocab_size: int, most_tokens: int = 16) -> l
 
 
 def drive_threads(llm: LLM, cases: list[Case], threads: int, requests: int, seed: int = 0) -> Counter[str]:
-    """Returns how many requests ended in which way; raises over the first answer that is not as it should be."""
+    """Return the number of requests by how their callers read them; raise AssertionError at the first wrong answer."""
 
     def whole(rng: random.Random) -> int:
         some = rng.sample(cases, rng.randint(1, 3))
@@ -118,7 +118,7 @@ def drive_threads(llm: LLM, cases: list[Case], threads: int, requests: int, seed
 
 
 async def drive_tasks(llm: AsyncLLM, cases: list[Case], tasks: int, requests: int, seed: int = 0) -> Counter[str]:
-    """As `drive_threads`, with tasks of an event loop."""
+    """Do the same as `drive_threads`, with tasks of an event loop."""
 
     async def streamed(rng: random.Random, name: str) -> None:
         case = rng.choice(cases)
@@ -167,7 +167,7 @@ def check_nothing_is_left(llm: LLM) -> None:
 
 
 async def check_nothing_is_left_async(llm: AsyncLLM) -> None:
-    """The engine hears of the last who left a moment later."""
+    """Check that nothing is left, after the engine has processed the last abandoned requests."""
     assert llm.num_open == 0
     deadline = time.monotonic() + LEAVE_SECONDS
     while (stats := await llm.stats()).num_running + stats.num_waiting + stats.blocks_protected:
@@ -175,7 +175,7 @@ async def check_nothing_is_left_async(llm: AsyncLLM) -> None:
 
 
 def close_in_the_middle(llm: LLM, threads: int) -> int:
-    """Every thread asks for long answers until the LLM is closed; returns how many were told so, which must be all."""
+    """Close the LLM while every thread requests long answers; return how many got an error that says so: all must."""
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
     def ask(index: int) -> int:

@@ -1,14 +1,14 @@
 #!/bin/sh
-# Trains a draft model for the default model on its own answers, and measures it. Sized for about four minutes of an H200; not timed there yet.
-#
+# Trains a draft model for the default model on its own answers, and measures it. Sized for about four minutes on an
+# H200, but not timed there yet.
 #   benchmarks/train_drafter.sh OUT [PROMPTS]
 #
 # OUT gets the draft model (model.safetensors, config.json, draft_vocab.json) and OUT/training, which may be removed.
-# PROMPTS is one prompt a line, or .json and .jsonl with texts or conversations; without it the model is asked for some.
-# Needed besides the repository: the default model in the cache ($SPILLOVER_CACHE), or MODEL=PATH, and PROMPTS.
+# PROMPTS has one prompt per line, or is .json or .jsonl with texts or conversations; without it the model writes some.
+# Needed besides the repository: the default model in the cache ($SPILLOVER_CACHE), or MODEL=PATH; PROMPTS if given.
 set -eu
 out=$1
-spill=${SPILL:-spill}  # the command
+spill=${SPILL:-spill}  # command to run
 model=${MODEL:-default}
 $spill draft train "$model" --out "$out" ${2:+--data "$2"} --layers "${LAYERS:-2}" --draft-vocab "${DRAFT_VOCAB:-8192}" \
     --answers "${ANSWERS:-6000}" --answer-tokens 256 --steps "${STEPS:-6000}" --batch-tokens "${BATCH_TOKENS:-16384}"

@@ -1,18 +1,18 @@
-"""Mixtures larger than the memory allowed them, in managed memory (UVM) and by this engine's own strategies.
+"""Mixtures larger than the memory they may use, in managed memory (UVM) and with this engine's own strategies.
 
     python benchmarks/uvm.py --output results
     python benchmarks/uvm.py --models gpt-oss-120b --seconds 150 --output results
 
-Each group of arms is a process of its own with a deadline, as the memory of two would not fit beside each other and as
-managed memory that goes wrong may hang; what was measured by then is written. The managed ones share one model: uvm
-(pages come when they are touched), uvm-advise (told to the driver as read-mostly, at home on the host) and uvm-prefetch
-(brought before they are touched). Of managed memory as a whole there is never more than the card has free.
+Each group of arms runs in a separate process with a deadline, because two models would not fit into memory and because
+managed memory that fails may hang; what was measured by then is written. The managed arms share one model: uvm (pages
+migrate when they are touched), uvm-advise (the driver is advised that they are read-mostly, and stored on the host) and
+uvm-prefetch (pages migrate before they are touched). All managed memory always fits into the GPU's memory.
 
-Weights are random, of the true shapes, and every token is routed to experts drawn alike, in all arms. Decoding is of
-one request, with experts drawn alike in all of the memory allowed; prefill of 512 tokens, which go to all experts.
-Migrated bytes are those that this process counts, of whole units; where CUPTI counts them too, in a few tokens more
-that are not timed, its numbers stand beside them, with page faults. What all of it costs is told by time: that of a
-token, less what computing it takes at the least.
+Weights are random, of the true shapes, and every token is routed to random experts, all equally likely, in all arms.
+Decode is measured with one request, after random experts have filled the memory; prefill with 512 tokens, which use all
+experts. Migrated bytes are those that this process counts, in whole units; where CUPTI counts them too, in a few more
+tokens that are not timed, its numbers are reported as well, with page faults. Stall time covers all costs: the time of
+a token minus the least time to compute it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ OWN = ("experts", "demand", "sequential")
 BUDGETS: dict[str, Callable[[], int]] = {"gpt-oss-120b": lambda: 32 * 10**9,
                                          "qwen3-30b-a3b-fp8": lambda: half_budget("qwen3-30b-a3b-fp8"),
                                          "qwen3-30b-a3b": lambda: 24 * 10**9}
-COUNTED_TOKENS = 4  # under CUPTI, which makes faults slower
-FEWEST, MOST = 3, 48  # tokens of a measurement
-MARGIN = 4 << 30  # of the card's free memory that managed memory leaves
+COUNTED_TOKENS = 4  # tokens decoded under CUPTI, which makes faults slower
+FEWEST, MOST = 3, 48  # minimum and maximum number of tokens of a measurement
+MARGIN = 4 << 30  # bytes of the GPU's memory that managed memory leaves free
 
 
 class Clock:
@@ -71,7 +71,7 @@ class Clock:
 
 @contextlib.contextmanager
 def drawn_routing() -> Iterator[None]:
-    """Have every mixture that the host launches go to experts drawn alike, whatever the router says."""
+    """Route every mixture that the host launches to random experts, whatever the router's scores are."""
     with contextlib.ExitStack() as stack:
         for kind in (ManagedExperts, CudaLayerExperts, ResidentExperts):
             stack.enter_context(mock.patch.object(kind, "mixture", _drawn(kind.mixture)))
@@ -80,7 +80,7 @@ def drawn_routing() -> Iterator[None]:
 
 def _drawn(mixture: Any) -> Any:
     def drawn(experts: Any, x: Tensor, scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        paged = isinstance(getattr(experts, "experts", None), PagedExperts)  # it replays, also from CUDA graphs
+        paged = isinstance(getattr(experts, "experts", None), PagedExperts)  # these replay a trace, also in CUDA graphs
         result: Tensor = mixture(experts, x, scores if paged else torch.randn_like(scores), *args, **kwargs)
         return result
 
@@ -88,7 +88,7 @@ def _drawn(mixture: Any) -> Any:
 
 
 def replay(llm: LLM, model: str) -> None:
-    """Let experts that the device looks up by itself be drawn alike too."""
+    """Replay uniform routing where the device looks up experts by itself."""
     experts = llm.engine.runner.weights.experts  # type: ignore[attr-defined]
     if isinstance(experts, PagedExperts):
         config = architecture(MODELS[model]).config(MODELS[model])
@@ -98,7 +98,7 @@ def replay(llm: LLM, model: str) -> None:
 
 
 def fill(weights: ManagedWeights, rng: random.Random) -> None:
-    """Bring experts drawn alike until the room is full, as it would be after many tokens."""
+    """Fetch random experts until the device memory is nearly full, as after many tokens."""
     experts = [(index, unit) for index, part in enumerate(weights._parts) for unit in range(1, len(part.pages))]
     rng.shuffle(experts)
     for start in range(0, len(experts), 32):
@@ -117,7 +117,7 @@ def measure(llm: LLM, arm: str, seconds: float, common: dict[str, Any], keep: Ca
     if isinstance(weights, ManagedWeights):
         fill(weights, rng)
     rate = decode_rate(llm, rng, FEWEST, context=1)
-    if clock.left > 0.8 * seconds:  # quick ones: what they find is still what was loaded
+    if clock.left > 0.8 * seconds:  # a fast arm: a few tokens have hardly changed what was loaded
         rate = decode_rate(llm, rng, MOST, context=1)
     warm = time.perf_counter() - start
     count = max(FEWEST, min(MOST, int(0.15 * seconds * rate)))
@@ -127,24 +127,24 @@ def measure(llm: LLM, arm: str, seconds: float, common: dict[str, Any], keep: Ca
     while clock.left > 0.35 * seconds and len(rates) < 3:
         rates.append(decode_rate(llm, rng, count, context=1))
     spent, traffic = time.perf_counter() - began, weights.traffic().since(before)
-    tokens = (count + 1) * len(rates)  # the first of each comes with the prompt, and moves bytes as well
+    tokens = (count + 1) * len(rates)  # the first token of each is computed with the prompt, and moves bytes as well
     predicted = llm.plan.placement.predicted if llm.plan.placement else None
     details = {**common, "arm": arm, "phase": "decode", "tokens": count, "warm_seconds": warm,
                "hit_rate": traffic.hit_rate, "bytes_moved_per_token": traffic.bytes_moved / tokens,
                "bytes_back_per_token": traffic.bytes_back / tokens, "bytes_counted_by": "process",
                "moved_bytes_per_second": traffic.bytes_moved / spent, "device_bytes": weights.nbytes,
                "device_room": room, "card_free_bytes": free, "predicted_routing": "uniform"}
-    if predicted is not None:  # what faults and copies cost where nobody counts them: the time beyond computing
+    if predicted is not None:  # cost of faults and copies, also where not counted: time beyond computing
         computing = sum(part for roof, part in predicted.decode_seconds if roof in ("memory", "compute"))
         details |= {"stall_seconds_per_token": 1 / statistics.median(rates) - computing, "stall_by": "time"}
     limit = predicted.decode_tokens_per_second if predicted else max(rates)
     keep(Figure(f"decode, {arm}", "tok/s", rates, limit, details=details))
     print(f"{arm}: decode {max(rates):.2f} tok/s ({', '.join(f'{each:.2f}' for each in rates)}), hits "
           f"{traffic.hit_rate if traffic.hit_rate is None else round(traffic.hit_rate, 3)}, "
-          f"{traffic.bytes_moved / tokens / 1e6:.0f} MB in, {traffic.bytes_back / tokens / 1e6:.0f} MB back a token, "
+          f"{traffic.bytes_moved / tokens / 1e6:.0f} MB in, {traffic.bytes_back / tokens / 1e6:.0f} MB back per token, "
           f"{traffic.bytes_moved / spent / 1e9:.1f} GB/s, warm {warm:.1f} s, card free {free / 1e9:.1f} GB", flush=True)
     if clock.left < 0.2 * seconds:
-        print(f"{arm}: prefill left out for want of time", flush=True)
+        print(f"{arm}: prefill skipped for lack of time", flush=True)
         return
     before, began = weights.traffic(), time.perf_counter()
     rates = [prefill_rate(llm, rng)]
@@ -163,13 +163,13 @@ def measure(llm: LLM, arm: str, seconds: float, common: dict[str, Any], keep: Ca
 
 def count_faults(llm: LLM, arms: list[str], clock: Clock, common: dict[str, Any],
                  keep: Callable[[Figure], None]) -> None:
-    """Count by CUPTI, in a few tokens of each arm that are not timed."""
+    """Count page faults and bytes with CUPTI, in a few tokens of each arm that are not timed."""
     weights, rng = llm.engine.runner.weights, random.Random(1)  # type: ignore[attr-defined]
     try:
         counters = UvmCounters()
         for arm in arms:
             if clock.left < 8:
-                print(f"{arm}: faults not counted for want of time", flush=True)
+                print(f"{arm}: faults not counted for lack of time", flush=True)
                 return
             weights.follow(arm)
             fill(weights, rng)
@@ -191,11 +191,11 @@ def count_faults(llm: LLM, arms: list[str], clock: Clock, common: dict[str, Any]
 
 
 def check_card(llm: LLM) -> None:
-    """Stop before anything is computed if managed memory could ever be more than the card holds."""
+    """Exit before anything is computed if managed memory could ever exceed the GPU's memory."""
     plan, placement = llm.plan, llm.plan.placement
     assert placement is not None
     free, total = torch.cuda.mem_get_info()
-    # Its pages may be counted in what is used, so that it is held against the card as a whole.
+    # Managed pages may count as used, so the comparison is with the GPU's whole memory, not with its free memory.
     if placement.managed_bytes + plan.device_bytes - placement.device_bytes + MARGIN > total:
         raise SystemExit(f"{placement.managed_bytes:,} bytes of managed memory are too much for a card of {total:,}")
     print(f"managed {placement.managed_bytes / 1e9:.1f} GB, room on the device {placement.device_bytes / 1e9:.1f} GB, "
@@ -203,7 +203,7 @@ def check_card(llm: LLM) -> None:
 
 
 def run_group(model: str, arms: list[str], seconds: float, count: bool, output: str) -> None:
-    """Measure arms in this process, writing after each row."""
+    """Measure arms in this process; write the results after each row."""
     clock, budget, figures = Clock(seconds), BUDGETS[model](), list[Figure]()
 
     def keep(figure: Figure) -> None:
@@ -211,13 +211,13 @@ def run_group(model: str, arms: list[str], seconds: float, count: bool, output: 
         with contextlib.redirect_stdout(io.StringIO()):
             write(f"uvm-{model}", figures, output)
 
-    HostPool.keeps = True  # pinned memory for the next arm
+    HostPool.keeps = True  # keeps pinned memory for the next arm
     flags: dict[str, Any] = {"gpu_memory": str(budget), "max_num_seqs": 8, "max_model_len": 4096,
                              "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
     groups = [arms] if arms[0] in UVM else [[arm] for arm in arms]
     for index, group in enumerate(groups):
         if clock.left < 10:
-            print(f"left out for want of time: {', '.join(group)}", flush=True)
+            print(f"skipped for lack of time: {', '.join(group)}", flush=True)
             continue
         start = time.perf_counter()
         gc.collect()
@@ -240,7 +240,7 @@ def run_group(model: str, arms: list[str], seconds: float, count: bool, output: 
                 for place, arm in enumerate(group):
                     left = len(group) - place + sum(map(len, groups[index + 1 :])) + 0.5 * count
                     if clock.left < 8:
-                        print(f"left out for want of time: {arm}", flush=True)
+                        print(f"skipped for lack of time: {arm}", flush=True)
                         continue
                     if isinstance(weights, ManagedWeights):
                         weights.follow(arm)
@@ -253,7 +253,7 @@ def run_group(model: str, arms: list[str], seconds: float, count: bool, output: 
 
 
 def collected(paths: list[Path], output: str | None, model: str) -> None:
-    """Write what the groups of a model have written so far as one list."""
+    """Combine what the groups of a model have written so far into one list, and write it."""
     if output is None:
         return
     found: list[Any] = []
@@ -269,7 +269,7 @@ def collected(paths: list[Path], output: str | None, model: str) -> None:
 @click.command()
 @click.option("--models", default="qwen3-30b-a3b-fp8,gpt-oss-120b", show_default=True)
 @click.option("--arms", default=",".join((*UVM, *OWN)), show_default=True)
-@click.option("--seconds", default=240.0, show_default=True, help="For all models; what would begin later is left out.")
+@click.option("--seconds", default=240.0, show_default=True, help="For all models; what would start later is skipped.")
 @click.option("--count/--no-count", default=True, show_default=True, help="Count page faults by CUPTI too.")
 @click.option("--output", default=None, metavar="FOLDER", help="Write results; 'results' is benchmarks/results/.")
 @click.option("--group-output", default=None, hidden=True, help="Measure in this process, and write to this file.")
@@ -290,10 +290,10 @@ def main(models: str, arms: str, seconds: float, count: bool, output: str | None
     shares = [(name, group, BUDGETS[name]()) for name in names for group in groups]
     with tempfile.TemporaryDirectory() as folder:
         for index, (name, group, share) in enumerate(shares):
-            given = clock.left * share / sum(each for _, _, each in shares[index:]) - 5  # for the end of the process
+            given = clock.left * share / sum(each for _, _, each in shares[index:]) - 5  # for the exit of the process
             paths = [Path(folder, f"{name}-{each[0]}.json") for each in groups]
             if given < 15:
-                print(f"left out for want of time: {name}, {', '.join(group)}", flush=True)
+                print(f"skipped for lack of time: {name}, {', '.join(group)}", flush=True)
                 continue
             command = [sys.executable, __file__, "--models", name, "--arms", ",".join(group), "--seconds", str(given),
                        "--count" if count else "--no-count", "--group-output",

@@ -1,5 +1,5 @@
-/* Buffers of CUPTI's activity records, and the sums of the unified memory counters in them. In C, as CUPTI calls back
- * from threads of its own while a launch may hold Python's lock and wait for them. */
+/* Buffers of CUPTI's activity records, and the sums of the unified memory counters in them. Written in C because CUPTI
+ * calls back from its own threads, while a launch may hold Python's lock and wait for them. */
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,5 +1,5 @@
-"""Page faults and migrated bytes of managed memory, as CUPTI counts them; None of it where CUPTI or a compiler is not
-there, or the driver does not let it count."""
+"""Page faults and migrated bytes of managed memory, as counted by CUPTI. Needs CUPTI, a C compiler and a driver that
+permits counting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Config(ctypes.Structure):
 
 class UvmCounters:
     def __init__(self) -> None:
-        """Load CUPTI and compile what it calls back; OSError where that cannot be."""
+        """Load CUPTI and compile its callbacks; raise OSError or SubprocessError if that is not possible."""
         self._cupti = _load(_LIBRARIES)
         with tempfile.TemporaryDirectory() as folder:
             built = str(Path(folder, "uvm_counters.so"))
@@ -39,7 +39,7 @@ class UvmCounters:
 
     @contextlib.contextmanager
     def counting(self, device: int = 0) -> Iterator[dict[str, int]]:
-        """Fill a dictionary, once what is within has ended, with what was counted meanwhile."""
+        """Yield a dictionary that gets the counts of what ran in this context when it is left."""
         import torch
 
         found: dict[str, int] = {}
@@ -73,4 +73,4 @@ def _load(names: tuple[str, ...]) -> ctypes.CDLL:
     for name in names:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name)
-    raise OSError("there is no CUPTI here")
+    raise OSError("CUPTI was not found")

@@ -1,10 +1,10 @@
-"""Where the time of a step goes, of three workloads, part by part beside its limit; random weights of the true shapes.
+"""Breakdown of a step's time, for three workloads, part by part with its limit; random weights of the true shapes.
 
     python benchmarks/where_time_goes.py --output results
     python benchmarks/where_time_goes.py --only qwen3-0.6b
 
-W1's steps, and one request of Qwen3-0.6B and of gpt-oss-120b: what `spill bench latency --profile` prints of each, and
-of W1 as a whole what steps with prefill, full batches and the tail of the batch took.
+W1's steps, and one request of Qwen3-0.6B and of gpt-oss-120b: the tables of `spill bench latency --profile` for each,
+and for W1 as a whole the time of steps with prefill, of full batches and of the tail of the batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spillover.plan.rates import Rates
 from spillover.plan.roofline import Roofline
 from spillover.plan.shapes import model_shape
 
-TAIL = 0.9  # of W1's requests; steps that decode fewer are its tail
+TAIL = 0.9  # share of W1's requests; steps that decode fewer are its tail
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Load:
     output_len: int
     temperature: float = 0.0
     block_size: int = 16
-    whole: bool = False  # run W1 from end to end too
+    whole: bool = False  # also run W1 from start to end
 
 
 LOADS = {
@@ -64,7 +64,7 @@ def profile(name: str, load: Load, rates: Rates, console: Console, flags: dict[s
     with opened(load.model, gpu_memory=str(shape.weight_bytes + (50 << 30)), max_num_seqs=load.requests,
                 max_model_len=2048, block_size=load.block_size, enable_prefix_caching=False, **flags) as llm:
         generate = partial(_generate, llm, load, rng)
-        for _ in range(3):  # compiles, and captures graphs of prefill steps
+        for _ in range(3):  # compiles kernels, and captures graphs of prefill steps
             generate(3)
         lengths = [*[1] * (PREFILLS - 1), load.output_len]
         for phase, steps in profile_steps(llm.engine, "cuda", lambda: [generate(length) for length in lengths],
@@ -85,7 +85,7 @@ def _generate(llm: LLM, load: Load, rng: random.Random, output_len: int) -> None
 
 
 def whole(llm: LLM, load: Load, limits: RooflineLimits) -> dict[str, Any]:
-    """W1 itself, step by step as usual; its second run, as the first compiles and captures."""
+    """Run W1 without the profiler; return the times of its second run, as the first compiles and captures."""
     for _ in range(2):
         rng = random.Random(0)
         prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(load.requests)]
@@ -107,7 +107,7 @@ def _summary(steps: Sequence[HostStep], limits: RooflineLimits) -> dict[str, flo
 
 
 @click.command()
-@click.option("--only", type=click.Choice(list(LOADS)), multiple=True, help="Some of the workloads.  [default: all]")
+@click.option("--only", type=click.Choice(list(LOADS)), multiple=True, help="Workloads to run.  [default: all]")
 @click.option("--fast", is_flag=True)
 @click.option("--output", default=None, metavar="FILE", help="Write the tables; 'results' is benchmarks/results/.")
 def main(only: tuple[str, ...], fast: bool, output: str | None) -> None:

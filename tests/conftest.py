@@ -14,42 +14,42 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before torch loads its OpenMP: tests run several processes on few cores, where threads that spin hold up the others.
+# Set before torch loads OpenMP: tests run many processes on few cores, where spinning threads delay all others.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-# Several tests at once share the cores: each has one. Kernels are tested with any number of threads all the same.
+# Each parallel test worker uses one core. Kernels are nevertheless tested with various numbers of threads.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The hundreds of processes that tests start import hundreds of modules each: these are compiled once, not in each.
+# Tests start hundreds of processes that import hundreds of modules each: write bytecode, so that each is compiled once.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
     sys.dont_write_bytecode = False
 
-# Before Triton is loaded: without a GPU its kernels run in its interpreter.
+# Set before Triton is loaded: without a GPU its kernels run in its interpreter.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and so would all that they start.
+# A shell that starts the tests in the background makes them, and every process that they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
-for _folder in (TESTS, TESTS.parent / "benchmarks"):  # the package of what tests share; the scripts that are tested too
+for _folder in (TESTS, TESTS.parent / "benchmarks"):  # shared test code in `support`; benchmark scripts with tests
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
-pytest.register_assert_rewrite("support")  # so that what fails there is told as in a test
+pytest.register_assert_rewrite("support")  # assertions that fail there are explained as in a test
 
-# Tests share the cores, so that an example takes long to draw is no finding; nor is it that many plans are refused, of
-# which the tests ask for others until they have enough. CI draws the same ones every time.
+# Tests share the cores, so slow data generation is not a fault; nor is a high share of rejected plans, as the tests
+# draw more until they have enough. CI draws the same examples every time.
 _profile = settings.get_profile("ci" if os.environ.get("CI") else "default")
 settings.register_profile("shared cores", _profile,
                           suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 settings.load_profile("shared cores")
 
 SHARED_DATA = TESTS.parent.parent / "shared" / "data"
-BUDGET_MINUTES = 20  # of a whole run; above it CI warns, and fails nothing: how fast a machine is, is no finding
+BUDGET_MINUTES = 20  # budget of a whole run; CI only warns above it, because the speed of a machine is not a fault
 STARTED = time.monotonic()
 ALLOWED_SKIPS = [line for line in (TESTS / "allowed_skips.txt").read_text().splitlines() if line and line[0] != "#"]
 
@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Failures:
-    """Writes failures down at once, in the process that reports."""
+    """Writes each failure to a file as soon as it is reported, in the reporting process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -78,7 +78,7 @@ class _Failures:
 
 
 def _skips(config: pytest.Config) -> Counter[str]:
-    """How many tests, or whole modules, were skipped for each reason; in the process that reports."""
+    """Return the number of tests, or whole modules, skipped for each reason; only in the reporting process."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter is not None else []
     return Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
@@ -108,7 +108,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True)
 def _the_same_numbers_every_time() -> None:
-    """Whatever ran before, and in whatever order."""
+    """Seed torch, so that a test draws the same numbers whatever ran before it."""
     torch.manual_seed(0)
 
 
@@ -121,7 +121,7 @@ def _small_pools() -> None:
 
 @pytest.fixture(autouse=True)
 def _a_share_of_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tests share a device, so that none may take all of it: one that gives no budget has a small one."""
+    """Give a small memory budget to engines without one: several tests share a device, so none may take all of it."""
     if request.node.get_closest_marker("gpu") is not None:
         from support.device_share import share_device
 
@@ -130,7 +130,7 @@ def _a_share_of_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Traces and evaluation sets that lie beside a checkout; never part of it."""
+    """Return the folder of traces and evaluation sets next to the checkout; it is never part of the repository."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"no evaluation data at {SHARED_DATA}")
     return SHARED_DATA

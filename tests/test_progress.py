@@ -1,4 +1,4 @@
-"""What is shown while one waits: every stage is named, with how far it has come; lines where there is no terminal."""
+"""Progress while waiting: each stage is shown by name with its progress; without a terminal, as plain lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drawn(terminal: bool) -> tuple[Console, io.StringIO]:
 def test_a_terminal_shows_each_stage_with_its_progress() -> None:
     console, screen = drawn(True)
     with stages(console) as show:
-        assert screen.getvalue() == ""  # nothing is drawn where nothing happens
+        assert screen.getvalue() == ""  # nothing is drawn before the first stage
         show(COMPILING, 0, 14)
         show(COMPILING, 5, 14)
         show(WEIGHTS, 3 << 20, 6 << 20)
@@ -50,7 +50,7 @@ def test_a_log_gets_a_line_for_what_takes_long_and_no_other(monkeypatch: pytest.
 
 
 def test_a_first_load_says_that_it_compiles_and_loads(tmp_path: Path) -> None:
-    """In a process of its own with an empty cache, as on a new machine; a compiler that fails takes no time."""
+    """A first load, with an empty cache, reports compiling and loading; the failing compiler saves time."""
     script = """
 import sys
 sys.path[:0] = sys.argv[2:]

@@ -1,4 +1,4 @@
-"""Sizes as people type them: what is meant is understood, what may be meant otherwise is asked."""
+"""Sizes as users type them: clear ones are parsed, ambiguous ones are rejected with a question."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The wheel, installed where there is no compiler, generates; its libraries compute the same bits as one compiled here
-(make test-wheel)."""
+"""The wheel, installed on a machine without a compiler, generates text; its libraries compute the same bits as one
+compiled there (make test-wheel)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.wheel, pytest.mark.skipif(not WHEELS, reason="no wheel
 
 NATIVE = "spillover/kernels/native"
 PROMPT = "The capital of France is"
-# Greedy answers with the probabilities of every token, so that one bit that differs in any layer is seen.
+# Greedy tokens with their probabilities, so that a difference of one bit in any layer is visible.
 PROGRAM = """
 from spillover import LLM, SamplingParams
 prompts = ["The capital of France is", "Count: 1 2 3", " ".join(map(str, range(200)))]
@@ -43,7 +43,7 @@ def wheel() -> Path:
 
 @pytest.fixture(scope="module")
 def libraries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the wheel's libraries, unpacked."""
+    """Unpack the wheel's native libraries and return their folder."""
     folder = tmp_path_factory.mktemp("wheel")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".so")])
@@ -79,7 +79,7 @@ def test_it_generates_in_an_empty_environment_without_a_compiler(wheel: Path, tm
     install = ["-I", "-m", "pip", "install", "--quiet", "-c", ROOT / "requirements.lock", wheel]
     subprocess.run([bin_folder / "python", *install], check=True)
     cache.mkdir()
-    resolve()  # fetches the default model, unless it is here already
+    resolve()  # downloads the default model unless it is in the model cache
     (cache / "models").symlink_to(models_folder())
     environment = {"PATH": str(bin_folder), "HOME": str(tmp_path), "SPILLOVER_CACHE": str(cache)}
 

@@ -1,4 +1,4 @@
-"""A model as a deployment of Ray Serve: `cd deploy/ray && serve run serve_app:app flags="MODEL --max-replicas 4"`."""
+"""A deployment of a model for Ray Serve: `cd deploy/ray && serve run serve_app:app flags="MODEL --max-replicas 4"`."""
 
 import shlex
 

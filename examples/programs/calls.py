@@ -1,4 +1,4 @@
-"""The calls that a person would make without the language: text or messages in, text out, on an LLM or a URL."""
+"""Plain calls without the language of programs: text or messages in, text out, with an LLM or a URL."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Result = TypeVar("Result")
 
 
 class Calls:
-    """Requests as they are, and where their prompts' tokens came from."""
+    """Plain requests to an LLM or a URL, with counts of the sources of their prompt tokens."""
 
     def __init__(self, backend: LLM | str, concurrent: bool = True) -> None:
-        """Ask an LLM or a URL. `concurrent`: `each` sends its requests together."""
+        """Send requests to an LLM or a URL. `concurrent`: whether `each` sends its requests concurrently."""
         self._llm = backend if isinstance(backend, LLM) else None
         self._server = JsonServer(backend, {"X-Spillover-Timings": "1"}, 600) if isinstance(backend, str) else None
         self._concurrent = concurrent
@@ -40,7 +40,7 @@ class Calls:
         return str(self._post("/v1/chat/completions", {"messages": list(messages), **options})["message"]["content"])
 
     def each(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Do something for each item: together, or one after another."""
+        """Return the result of `work` for each item, computed concurrently or one after another."""
         if not self._concurrent:
             return [work(item) for item in items]
         with ThreadPoolExecutor(64) as pool:
@@ -66,7 +66,7 @@ class Calls:
 
 
 def backend_of_arguments(about: str | None) -> LLM | str:
-    """Read --url or --model; without either the default model is loaded here."""
+    """Return the backend of --url or --model; without either, load the default model in this process."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--url", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
     parser.add_argument("--model", help="a model to load in this process")

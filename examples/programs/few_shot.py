@@ -1,4 +1,4 @@
-"""Few-shot: many questions behind the same examples. The examples are computed once for all of them."""
+"""Few-shot: many questions after the same examples. The examples are computed once for all questions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON by fields: every field of an object is asked for by itself, all at once, behind one document."""
+"""JSON by fields: a separate request for each field of an object, all concurrent, after the same document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-turn: several people talk with the same assistant, who never reads a conversation's beginning again."""
+"""Multi-turn: several conversations with one assistant; no turn computes the earlier turns again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tree of thought: several plans for a task, each carried out in several ways, each judged; the best one is told."""
+"""Tree of thought: several plans for a task, each worked out in several versions and judged, printed best first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spill bench serve` and `spill bench sweep` as typed, against a server without a model."""
+"""`spill bench serve` and `spill bench sweep` as typed, with a server that has no model."""
 
 from __future__ import annotations
 

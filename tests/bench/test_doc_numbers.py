@@ -1,4 +1,4 @@
-"""Numbers in README and docs that name a result file are what that file says."""
+"""Numbers in README and docs that name a result file equal those in the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MADE = ("benchmarks/results/w1.json",)  # that a command in the pages would write
+MADE = ("benchmarks/results/w1.json",)  # files that a command in the pages would write
 
 
 def load() -> ModuleType:

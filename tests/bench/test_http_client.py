@@ -1,4 +1,4 @@
-"""The client's HTTP on real sockets: every framing, connections that end early, and the time at which bytes came."""
+"""The client's HTTP on real sockets: every framing, connections that close early, and when bytes arrived."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OK = b"HTTP/1.1 200 OK\r\n"
 @contextlib.asynccontextmanager
 async def answering(*answers: bytes | Callable[[asyncio.StreamWriter], Awaitable[None]]
                     ) -> AsyncIterator[tuple[Connection, list[int]]]:
-    """A server that gives these, one a request; what writes its answer itself is the connection's last.
-    Yields a connection to it, and a list that holds the number of connections opened."""
+    """Serve these answers, one per request; a function writes its answer itself, as the connection's last. Yield a
+    connection to the server, and a list with the number of connections opened."""
     left, opened = list(answers), [0]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

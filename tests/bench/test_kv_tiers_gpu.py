@@ -1,4 +1,4 @@
-"""The GPU measurement of KV tiers, on a tiny model: every way is really taken, and the file has the agreed keys."""
+"""The GPU measurement of KV tiers, with a tiny model: every variant really runs, and the file has the agreed keys."""
 
 from __future__ import annotations
 

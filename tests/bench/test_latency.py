@@ -1,4 +1,4 @@
-"""Latency keeps prefill and decode apart and never sends a prompt twice."""
+"""Latency separates prefill from decode and never sends a prompt twice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The load generator against a server whose token times are known: every metric within 1 ms or 1% of the truth.
+"""The load generator with a server whose token times are known: every metric within 1 ms or 1% of the truth.
 
-The truth is the server's own log of when each token left, kept by the same monotonic clock in another process. The
-statistic is the median (p50) over requests, or over gaps for ITL: single samples are at the mercy of whatever else the
-machine does.
+The truth is the server's own log of when it sent each token, by the same monotonic clock in another process. The
+statistic is the median (p50) over requests, or over gaps for ITL: single samples depend on whatever else the machine
+does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from support.servers.mock_server import MockServer
 pytestmark = pytest.mark.alone
 
 TOKENS, FIRST, GAP = 16, 0.3, 0.08  # an answer takes 1.5 s
-ATTEMPTS = 3  # a machine that is busy with something else for a second or two is no fault of the client
+ATTEMPTS = 3  # a machine that is otherwise busy for a second or two is not the client's fault
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +47,12 @@ def near(measured: float, true: float) -> bool:
 
 
 def errors(run: Run, log: list[dict[str, Any]], per_chunk: int = 1) -> dict[str, tuple[float, float]]:
-    """Metrics that are off, with (measured, true)."""
+    """Return the metrics that are wrong, with (measured, true)."""
     whole = measure(run)
-    entries = {entry["id"]: entry for entry in log}  # the last of each id is this run's
+    entries = {entry["id"]: entry for entry in log}  # the last entry of each id belongs to this run
     truth = [entries[record.index] for record in run.records]
     written = [np.array(entry["written"]) for entry in truth]
-    start = run.start_unix - (time.time() - time.perf_counter())  # the run's time 0 by the clock that both know
+    start = run.start_unix - (time.time() - time.perf_counter())  # the run's time 0 by the clock that both use
     sent = [start + record.sent for record in run.records]
     assert all(entry["read"] > when - 0.001 for entry, when in zip(truth, sent, strict=True)), "sent before it is read"
     gaps = np.concatenate([np.repeat(np.diff(times) / per_chunk, per_chunk) for times in written])
@@ -80,7 +80,7 @@ def test_every_metric_is_within_1_ms_or_1_percent_of_the_truth(mock: MockServer,
     life = FIRST + (TOKENS - 1) * GAP
     count = max(2, 3 * streams // 2)
     for _attempt in range(ATTEMPTS):
-        # Evenly spaced, so that `streams` run at once and none of them starts together with another.
+        # Evenly spaced, so that `streams` run at once and no two start together.
         run = run_load(requests(count), LoadOptions(mock.url, Arrivals(streams / life, math.inf), Dialect(model="m")))
         off = errors(run, mock.log())
         assert not run.failed
@@ -112,7 +112,7 @@ def test_a_closed_loop_keeps_as_many_under_way_as_asked(mock: MockServer) -> Non
 
 
 def test_a_static_batch_ends_before_the_next_one_is_sent(mock: MockServer) -> None:
-    """The last batch is of two."""
+    """Each batch of a static load is sent after the previous one has finished, also the last one, of two."""
     asked = requests(10, 4, ttft=0.05, itl=0.01)
     run = run_load(asked, LoadOptions(mock.url, Arrivals(static_batch_size=4), Dialect()))
     batches = [run.records[first:first + 4] for first in range(0, 10, 4)]

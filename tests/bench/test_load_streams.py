@@ -1,4 +1,4 @@
-"""Odd streams, failures, sessions and limits: what the load generator makes of them."""
+"""Odd streams, failures, sessions and limits: how the load generator handles them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_chunks_of_every_shape_bring_the_same_answer(mock: MockServer, kind: Kin
     assert [count for _, count in record.chunks] == [1] * 8
     assert record.text == " 0 1 2 3 4 5 6 7"
     assert record.prompt_tokens == (8 if kind == "completions" or usage == "none" else len("say it"))
-    # A role alone comes at once; it is not the first token.
+    # The chunk with only a role arrives at once; it is not the first token.
     assert measure(run).ttft.median > 0.015
 
 
@@ -61,7 +61,7 @@ def test_a_chunk_of_several_tokens_counts_them(mock: MockServer, usage: str) -> 
 
 @pytest.mark.parametrize("piece", [1, 5])
 def test_an_interrupt_is_heard_wherever_it_comes(mock: MockServer, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    """In the middle of the parser's callback, which would take an exception for an error of its own."""
+    """An interrupt is raised even inside the parser's callback, which would treat an exception as its own error."""
     pieces, before, handler = itertools.count(1), Flight._stream, signal.getsignal(signal.SIGINT)
 
     def stream(flight: Flight, at: float, data: bytes) -> None:
@@ -72,7 +72,7 @@ def test_an_interrupt_is_heard_wherever_it_comes(mock: MockServer, monkeypatch: 
     monkeypatch.setattr(Flight, "_stream", stream)
     with pytest.raises(KeyboardInterrupt):
         one(mock, output=500)
-    assert next(pieces) < 100  # and the run does not wait for the answer's end
+    assert next(pieces) < 100  # the run does not wait for the end of the answer
     assert signal.getsignal(signal.SIGINT) is handler
 
 
@@ -262,7 +262,7 @@ def test_a_client_that_does_not_keep_up_says_so() -> None:
 
 
 def test_a_rate_opens_no_more_connections_than_it_needs(mock: MockServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server with a thread a connection would have none left for requests."""
+    """A run opens only the connections it needs: a server with a thread per connection would run out of threads."""
     opened, before = [0], Connection._open
 
     async def count(connection: Connection) -> Any:

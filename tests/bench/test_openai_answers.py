@@ -1,4 +1,4 @@
-"""Reading streams: events however their bytes are cut, and chunks of every kind that servers send."""
+"""Reading streams: events however their bytes are split, and chunks of every kind that servers send."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_events_come_out_whole_however_they_are_cut(texts: list[str], cuts: list
     found = [event for first, last in itertools.pairwise(places)
              for event in parser.feed(stream[first:last])]
     if end == "\r":
-        found += parser.feed(b"\n")  # a last lone CR may be half of a line's end: here is the other half
+        found += parser.feed(b"\n")  # a last lone CR may be the first half of a line end: this is the second half
     parser.finish()
     assert found == [text.strip(" \t\x0b\x0c").encode() if text.isascii() else text.encode().strip()
                      for text in texts]

@@ -1,4 +1,4 @@
-"""The model behind a server is known from what servers of several makes answer, over real sockets."""
+"""The model behind a server is found from the answers of several kinds of servers, over real sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spillover.bench.workloads.make_workload import make_workload
 from spillover.bench.workloads.workload_options import WorkloadOptions
 from spillover.errors import SpilloverError
 
-LETTERS = 100  # the id of "a"; a text is tokenized letter by letter, spaces left out
+LETTERS = 100  # the id of "a"; a text has a token per letter, without spaces
 
 
 def letters(text: str) -> list[int]:
@@ -89,7 +89,7 @@ def test_a_server_tells_its_model_and_tokenizes(make: str, longest: int) -> None
         assert tokenizer.encode("ab") == [1, *letters("ab")]
         assert tokenizer.chat("ab") == [1, *letters("uab")]
         assert tokenizer.decode(letters("hello")) == "hello"
-        # Random prompts hold plain tokens only: those that letters make, never the one that begins a text.
+        # Random prompts contain only plain tokens: those made by letters, never the one that begins a text.
         workload = make_workload(WorkloadOptions.from_mapping({"num-prompts": 20, "input-len": 50, "output-len": 5}),
                                  served)
         drawn = {token for request in workload.requests(0) for token in request.prompt}

@@ -1,4 +1,4 @@
-"""Counters by the same names whichever engine counts them."""
+"""Counters have the same names for all engines."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_a_server_tells() -> None:
 
 @contextlib.contextmanager
 def starting(answers: list[tuple[int, str]], port: int = 0) -> Iterator[str]:
-    """A server whose /health answers these, the last one for good."""
+    """Serve these answers at /health, repeating the last one."""
 
     class Health(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

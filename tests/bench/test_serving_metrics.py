@@ -1,4 +1,4 @@
-"""Metrics from records, against numbers worked out by hand; and the steady-state window."""
+"""Metrics of records, compared with numbers computed by hand; and the steady-state window."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_definitions_by_hand() -> None:
     assert whole.request_throughput == pytest.approx(2 / 1.9)
     assert whole.output_throughput == pytest.approx(7 / 1.9)
     assert whole.total_token_throughput == pytest.approx(27 / 1.9)
-    assert whole.peak_output_throughput == 5  # from 1.0 s on: 2 tokens; the one at 2.0 is in the next second
+    assert whole.peak_output_throughput == 5  # from 1.0 s: 2 tokens; the one at 2.0 is in the next second
     assert (whole.goodput, whole.attainment) == (pytest.approx(1 / 1.9), pytest.approx(1 / 3))
 
 
@@ -67,10 +67,10 @@ def test_concurrency_over_time() -> None:
 
 
 def test_the_window_leaves_out_the_climb_and_the_end() -> None:
-    records = [record(place, 0.1 * place, [0.1 * place + 2.0]) for place in range(200)]  # 10 a second, 20 at once
+    records = [record(place, 0.1 * place, [0.1 * place + 2.0]) for place in range(200)]  # 10 per second, 20 at once
     begin, end = steady_window(records, closed=False)
     assert end == pytest.approx(19.9)
-    assert begin == pytest.approx(1.99, abs=0.1)  # a tenth of the time, in which 20 are reached
+    assert begin == pytest.approx(1.99, abs=0.1)  # a tenth of the time, within which 20 are reached
     slow = [replace(one, done=one.sent + 5.0, chunks=((one.sent + 5.0, 1),)) for one in records]
     assert steady_window(slow, closed=False)[0] == pytest.approx(4.9, abs=0.2)  # when 50 are reached
     steady = measure(run_of(*records), window=(begin, end))
@@ -97,7 +97,7 @@ def test_a_run_comes_back_from_json_as_it_was() -> None:
 
 
 def test_a_burst_is_measured_to_its_last_answer() -> None:
-    """It has no steady state: its window is the whole run, and both say the same."""
+    """A burst has no steady state: its window is the whole run, and the metrics of both are equal."""
     burst = run_of(*(record(index, 0.001 * index, [0.5 + 0.1 * index, 1.0 + 0.1 * index]) for index in range(8)))
     whole, steady = measure(burst), measure(burst, window=burst.window)
     assert steady.duration == pytest.approx(whole.duration)

@@ -1,4 +1,4 @@
-"""The console block and JSON keys that parsers of `vllm bench serve` read."""
+"""The console block and JSON keys that parsers of `vllm bench serve` expect."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from spillover.bench.records import ClientHealth, RequestRecord, Run
-from spillover.bench.serving.serving_report import Asked, Report, parse_goodput
+from spillover.bench.serving.serving_report import Report, ReportOptions, parse_goodput
 from spillover.errors import SpilloverError
 
-# As `vllm bench serve` 0.32 prints it for the run below.
+# The output of `vllm bench serve` 0.32 for the run below.
 BLOCK = """\
 ============ Serving Benchmark Result ============
 Successful requests:                     2         
@@ -61,7 +61,7 @@ def a_run() -> Run:
 
 
 def a_report() -> Report:
-    return Report(a_run(), Asked(goodput={"ttft": 0.15}, metadata={"gpu": "none"}))
+    return Report(a_run(), ReportOptions(goodput={"ttft": 0.15}, metadata={"gpu": "none"}))
 
 
 def test_the_block_is_vllms() -> None:
@@ -84,7 +84,7 @@ def test_notes_tell_what_vllm_does_not() -> None:
                  "1 of 2 answers are not as long as asked", "Objectives met by 33.3%"):
         assert said in notes
     tired = replace(a_run(), client=ClientHealth(saturated="a client process computed 97% of the time"))
-    assert any(note.startswith("CLIENT SATURATED") for note in Report(tired, Asked()).notes())
+    assert any(note.startswith("CLIENT SATURATED") for note in Report(tired, ReportOptions()).notes())
 
 
 def test_json_has_vllms_keys() -> None:
@@ -106,7 +106,7 @@ def test_json_has_vllms_keys() -> None:
 
 def test_a_run_without_answers_can_be_shown() -> None:
     run = replace(a_run(), records=a_run().records[2:])
-    report = Report(run, Asked())
+    report = Report(run, ReportOptions())
     assert "Successful requests:                     0" in report.block()
     json.dumps(report.to_json(), allow_nan=False)
     assert report.notes()

@@ -1,4 +1,4 @@
-"""Summaries agree with what can be worked out by hand."""
+"""Summaries agree with results computed by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_value_has_no_spread_and_none_is_refused() -> None:
 
 def test_a_ratio_of_pairs_does_not_see_the_drift_that_both_share() -> None:
     rng = np.random.default_rng(0)
-    drift = np.exp(np.linspace(0, 1, 40))  # the machine becomes almost three times as fast meanwhile
+    drift = np.exp(np.linspace(0, 1, 40))  # during the run the machine becomes almost three times as fast
     base = drift * rng.lognormal(0, 0.01, size=40)
     ratio = paired_ratio((0.99 * drift * rng.lognormal(0, 0.01, size=40)).tolist(), base.tolist(), block=2)
     assert ratio.count == 20

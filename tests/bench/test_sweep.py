@@ -1,4 +1,4 @@
-"""Rates from one at a time to saturation, on a server whose limit is known: 4 at once, 0.1 s each, so 40 a second."""
+"""Rates from one at a time to saturation, on a server with a known limit: 4 at once, 0.1 s each, so 40 per second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a throughput run sends, counts and writes, driven by a target without a model."""
+"""What a throughput run sends, counts and writes, with a target that has no model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_json_has_vllms_keys_and_ours(tmp_path: Path) -> None:
     assert written["waste_percent"] == 25.0
     assert written["mean_slots_wasted"] == 8
     assert written["num_blocks"] == 100
-    assert written["preemptions"] == 0  # a difference: what came before the run is not its own
+    assert written["preemptions"] == 0  # a difference: preemptions before the run do not count
     assert len(written["repeats"]) == 2
     assert written["results"][0]["setting"] == {"block-size": "16"}
     assert written["roofline"]["bound"] in ("memory", "compute")
@@ -103,7 +103,7 @@ def test_both_backends_are_compared_at_their_best() -> None:
 def test_the_bound_counts_every_token_once_and_weights_once_a_step() -> None:
     requests = [BenchRequest(tuple(range(10)), 5)] * 4
     bound = workload_bound(FakeLimits(), requests, [0] * 4, max_num_seqs=2)
-    # 40 prompt tokens, then 16 decoded over 8 steps of 2, at a context of 12 (10 and half of 5, rounded to even).
+    # 40 prompt tokens, then 16 decoded in 8 steps of 2, at a context of 12 (10 and half of 5, rounded to even).
     assert bound.flops == 40 + 16
     assert bound.bytes == 50 + 8 * (50 + 2 * 12)
     assert bound.seconds == pytest.approx(max(bound.bytes / 1000, bound.flops / 100))

@@ -1,4 +1,4 @@
-"""Arms that take turns: what each is sent, how they are compared, and what the tables say. No model, no clock."""
+"""Alternating arms: what each is sent, how they are compared, and what the tables show. No model, no clock."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Made:
-    """Arms, and all targets that were ever made for them."""
+    """Arms, and all targets that were created for them."""
 
     def __init__(self) -> None:
         self.targets: dict[str, list[FakeTierTarget]] = {}
@@ -80,7 +80,7 @@ def test_every_arm_gets_the_same_prompts_and_none_twice(together: bool) -> None:
     assert not agreement.different
     assert all(target.closed for targets in made.targets.values() for target in targets)
     assert made.most_open == (2 if together else 1)
-    # Three requests of 12 tokens, of which blocks that end at 4 and 8 are stored; the warm-up is not counted.
+    # Three requests of 12 tokens, with stored blocks that end at 4 and 8; the warm-up is not counted.
     assert results[1].traffic[0].bytes_in == 12 * 2 * 40
 
 
@@ -139,22 +139,22 @@ def test_chats_hold_what_was_said_and_only_the_first_round_is_cold(together: boo
     assert len(host.turns) == 3 * 4
     assert len(host.warm) == 2 * 4
     assert agreement.compared == 2 * 4
-    # Prompts of 60 and 72 tokens, of which the blocks that lie whole before the last question are stored.
+    # Prompts of 60 and 72 tokens; the whole blocks before the last question are stored.
     assert host.sources == {"computed": 4 * (16 + 16), "device": 0, "host": 4 * (44 + 56), "pool": 0, "disk": 0,
                             "remote": 0}
     assert host.hit_rate == pytest.approx(100 / 132)
     prompts = [request.prompt_token_ids for call in made.targets["host"][0].calls[1:] for request in call]
     for prompt in prompts:
         if len(prompt) > 48:
-            assert prompt[:len(prompt) - 12] in prompts  # a question of 8 and the answer of 4 before it
-    # Same chat and turn: 60 tokens computed, against 16 computed and 44 restored.
+            assert prompt[:len(prompt) - 12] in prompts  # without a question of 8 and the previous answer of 4
+    # The same chat and turn: 60 tokens computed, compared with 16 computed and 44 restored.
     assert host.speedup is not None
     assert host.speedup.value == pytest.approx(0.6 / (0.16 + 0.044))
     assert host.speedup.count == 4
     text = shown(multi_turn_table(results, "title"))
     assert "2.94 (2.94 .. 2.94, n=4)" in text
     assert "75.8%" in text
-    assert "remote" not in text  # a column that nobody used
+    assert "remote" not in text  # an unused column
     json.dumps([result.as_dict() for result in results])
 
 

@@ -74,7 +74,7 @@ def test_tiers_side_by_side(model: list[str], tmp_path: Path) -> None:
     assert arms["multi-turn", "off"]["tokens_by_source"]["computed"] == 14 * 115  # 96 + two questions and an answer
     assert arms["multi-turn", "host"]["tokens_by_source"]["host"] > 0
     assert arms["multi-turn", "host+disk"]["tokens_by_source"]["disk"] > 0
-    assert not list(disk.iterdir())  # what was made for the run is gone
+    assert not list(disk.iterdir())  # the run's folders were removed
 
 
 def test_an_arm_with_other_tokens_ends_in_exit_code_1(model: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,13 +151,13 @@ def test_blocks_are_found_again_after_a_restart(model: list[str], tmp_path: Path
     assert document["killed"] is bool(end)
     for size, each in zip((16, 64), document["results"], strict=True):
         cold, warm, restart = (stage["tokens_by_source"] for stage in each["stages"])
-        stored = 133 // size * size  # of 134 tokens the last is always computed
+        stored = 133 // size * size  # the last of 134 tokens is always computed
         assert cold == {"computed": 268 - 64, "device": 64, "host": 0, "pool": 0, "disk": 0, "remote": 0}
         assert warm["device"] == 2 * stored
         assert restart["disk"] + restart["device"] == 2 * stored
         assert restart["disk"] >= stored
         assert each["blocks_on_disk"] == (64 + 2 * (stored - 64)) // size
-        assert each["bytes_on_disk"] >= each["blocks_on_disk"] * size * 256  # of KV a token, in float32
+        assert each["bytes_on_disk"] >= each["blocks_on_disk"] * size * 256  # bytes of KV per token, in float32
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]
 
 

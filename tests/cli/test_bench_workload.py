@@ -1,4 +1,4 @@
-"""`spill bench workload` tells what a workload asks for, from the command line's options."""
+"""`spill bench workload` prints what a workload sends, for the command line's options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spill cache`: a disk tier is listed, verified, pruned and warmed, and a flipped bit is found and named."""
+"""`spill cache`: a disk tier is listed, verified, pruned and warmed, and a flipped bit is found and located."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def key(number: int) -> bytes:
 
 
 def fill(folder: Path, identity: bytes = IDENTITY, model: str = "tiny") -> DiskTier:
-    """A tier with some blocks in it, still open."""
+    """Return an open tier with some blocks in it."""
     about = {"model": model, "dtype": "bfloat16", "kv_cache_dtype": "auto", "spill_dtype": "int8", "block_size": "16"}
     tier = DiskTier(folder, 1 << 20, PAYLOAD, identity, about, lambda: None, segment_bytes=1 << 16)
     payloads = [random.Random(number).randbytes(PAYLOAD) for number in range(BLOCKS)]

@@ -1,4 +1,4 @@
-"""A conversation keeps its history, obeys its commands, survives what cannot be done, and stops an answer on Ctrl-C."""
+"""A conversation keeps its history, obeys its commands, survives errors, and stops an answer on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spillover.errors import RequestError
 
 
 class Echo:
-    """Answers with the number of messages it was sent, word by word."""
+    """Answers with the number of messages it received, word by word."""
 
     def __init__(self, interrupt_after: int | None = None, context: int = 1000) -> None:
         self.sent: list[list[Mapping[str, Any]]] = []
@@ -48,7 +48,7 @@ class Echo:
 
 
 class Talk:
-    """A conversation and all that it wrote."""
+    """A conversation and all of its output."""
 
     def __init__(self, llm: Echo, system: str | None = None) -> None:
         self.answers: list[str] = []
@@ -148,7 +148,7 @@ def test_what_cannot_be_answered_is_told_and_forgotten() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_commands_leaves_whole_exchanges(tmp_path: Path, seed: int) -> None:
-    """Of whatever is typed, messages and answers alternate, and the last file loads as it was saved."""
+    """Whatever is typed, messages and answers alternate, and the last file loads as it was saved."""
     rng = random.Random(seed)
     saved: list[dict[str, str]] | None = None
     file = tmp_path / "chat.json"

@@ -1,4 +1,4 @@
-"""The demo's chats, shortened: KV comes back from host memory and the text stays the same."""
+"""The demo's chats, shortened: KV is restored from host memory and the text stays the same."""
 
 from __future__ import annotations
 

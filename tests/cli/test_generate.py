@@ -1,4 +1,4 @@
-"""`spill generate` takes its model and prompt in every usual way, and prints text, several texts, or all as JSON."""
+"""`spill generate` accepts model and prompt in every usual way, and prints text, several texts, or all as JSON."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(words: list[str], s
 
 
 def test_a_schema_is_obeyed(tmp_path: Path) -> None:
-    """By the real model: a null one has no say in its tokens."""
+    """A schema is obeyed by the real model; a null model does not choose its tokens."""
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"age": {"type": "integer", "minimum": 10, "maximum": 99}}, '
                       '"required": ["age"], "additionalProperties": false}')

@@ -1,4 +1,4 @@
-"""Flags as people type them: underscores, misspellings, contradictions, and errors without a traceback."""
+"""Flags as users type them: underscores, misspellings, contradictions, and errors without a traceback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seen() -> list[Any]:
 
 @pytest.fixture
 def group(seen: list[Any]) -> click.Group:
-    """Two commands that keep what they were given."""
+    """Return two commands that record their arguments."""
 
     @click.group(cls=SpillGroup, context_settings=main.context_settings)
     def root() -> None: ...
@@ -87,7 +87,7 @@ def test_a_flag_of_vllms_server_gets_what_to_use_instead(group: click.Group) -> 
     assert result.stderr == ("spill: vLLM's --pipeline-parallel-size is not supported here: layers are not divided "
                              "among devices; use --tensor-parallel-size, which divides every layer\n")
     options = {name for param in group.commands["one"].params for name in param.opts} | {"--replicas"}
-    for name in vllm_flags._KNOWN:  # none is a flag here, and what is said names flags that are
+    for name in vllm_flags._KNOWN:  # none is a flag of ours, and the messages name flags that are
         assert name not in EngineConfig.__dataclass_fields__
         instead = vllm_flags.instead_of("--" + name.replace("_", "-")) or ""
         assert set(re.findall(r"--[a-z-]+", instead)) <= options, instead
@@ -183,7 +183,7 @@ def test_version() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """`spill --help` answers at once: what is slow to import is imported by the commands that need it."""
+    """`spill --help` answers at once: slow imports are left to the commands that need them."""
     code = ("import sys; from spillover.cli.main import main; "
             "print([name for name in ('torch', 'numpy', 'rich', 'tokenizers') if name in sys.modules])")
     start = time.perf_counter()

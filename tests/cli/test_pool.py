@@ -1,4 +1,4 @@
-"""`spill pool serve` owns a pool until it is told to stop, and `spill cache` looks into it."""
+"""`spill pool serve` owns a pool until it is stopped, and `spill cache` shows its content."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spill(*arguments: str) -> Result:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Short, as a socket's path has to be."""
+    """Yield a runtime folder with a short path, because the path of a socket is limited."""
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""`spill pull` on a cache of its own."""
+"""`spill pull` with a separate cache."""
 
 from __future__ import annotations
 

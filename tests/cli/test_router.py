@@ -1,4 +1,4 @@
-"""`spill router`, and the routing flags of `spill serve`: what cannot be is refused in a sentence, at once."""
+"""`spill router`, and routing flags of `spill serve`: invalid combinations are rejected at once, in one sentence."""
 
 from __future__ import annotations
 

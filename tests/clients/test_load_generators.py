@@ -1,4 +1,4 @@
-"""Three load generators that nobody here wrote drive the server; by their own count, no request fails."""
+"""Three third-party load generators drive the server; by their own count, no request fails."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""`spill bench serve` and load generators that nobody here wrote measure the same server alike: within 2% on the
-medians of what they define alike.
+"""`spill bench serve` and third-party load generators agree on the same server: within 2% on the medians of equally
+defined metrics.
 
-The server has no model and sends tokens at fixed times, so that two runs can be compared; how near both are to the
-truth is another test. vLLM's TTFT and E2EL count from before it builds the request, which takes its client 3 to 6 ms,
-and its answers end some 10 ms after their last token: the server is slow enough that this is within the 2%. guidellm's
-ITL is our TPOT.
+The server has no model and sends tokens at fixed times, so that two runs can be compared; how accurate both are is
+another test. vLLM's TTFT and E2EL start before it builds the request, which takes its client 3 to 6 ms, and its answers
+end some 10 ms after their last token: the server is slow enough that this is within the 2%. guidellm's ITL is our TPOT.
 """
 
 from __future__ import annotations

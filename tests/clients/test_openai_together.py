@@ -1,4 +1,4 @@
-"""Many `openai` clients at once; what one finds alone is in tests/server/test_openai_client.py."""
+"""Many `openai` clients at once; tests/server/test_openai_client.py tests a single one."""
 
 from __future__ import annotations
 

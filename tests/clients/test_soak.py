@@ -23,7 +23,7 @@ SMALL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_s
 @pytest.mark.parametrize(("load_format", "requests"), [("null", 500), ("dummy", 120)])
 def test_nothing_breaks_or_leaks(load_format: str, requests: int, tokenizer: Tokenizer, tokenizer_folder: Path,
                                  tmp_path: Path) -> None:
-    """A model of few layers is as good as a large one to be broken: dummy computes all that is asked."""
+    """Nothing breaks or leaks with a null model, or with few dummy layers, which compute everything requested."""
     shutil.copytree(tokenizer_folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(SMALL | {"vocab_size": tokenizer.vocab_size}))
     with ServerProcess(str(tmp_path), "--load-format", load_format, "--max-model-len", "1024",

@@ -1,4 +1,4 @@
-"""How many replicas: enough for a load that stays, no more than it takes, and not up and down by turns."""
+"""The number of replicas: enough for a constant load, no more than needed, and without oscillation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from spillover.cluster.fleet import Fleet, Prompt
 from spillover.cluster.owned.autoscale import UP_SECONDS, Autoscaler, Observed, ScaleSettings, observe
 from spillover.cluster.policy import PredictedTime
-from spillover.cluster.replica import Told
+from spillover.cluster.replica import ReplicaReport
 
 STEP = 0.5
 
 
 @dataclass
 class World:
-    """A fleet in simulated time: `load` replicas' worth of prompts arrive, a start takes `start_seconds`."""
+    """A fleet in simulated time: prompts for `load` replicas arrive, and a replica takes `start_seconds` to start."""
 
     scale: ScaleSettings
     start_seconds: float
@@ -25,7 +25,7 @@ class World:
     backlog: float = 0.0
     now: float = 0.0
     sizes: list[int] = field(default_factory=list)
-    starting: list[float] = field(default_factory=list)  # when each will serve
+    starting: list[float] = field(default_factory=list)  # time at which each will be ready
 
     def run(self, load: float, seconds: float) -> None:
         if not hasattr(self, "scaler"):
@@ -58,11 +58,11 @@ def test_a_load_that_stays_gets_what_it_needs_and_then_nothing_changes(world: Wo
     settled = world.sizes[-100:]
     assert len(set(settled)) == 1, settled
     assert all(world.scale.least <= size <= world.scale.most for size in world.sizes)
-    if load < world.scale.most:  # requests do not wait for ever ...
+    if load < world.scale.most:  # requests do not wait forever ...
         assert world.backlog <= world.scale.backlog_seconds * settled[-1] + 1e-6
     rest = settled[-1] - 1
     if rest >= world.scale.least and load <= 0.6 * rest and world.backlog == 0:
-        raise AssertionError(f"{settled[-1]} replicas for a load of {load}")  # ... and none is idle for ever
+        raise AssertionError(f"{settled[-1]} replicas for a load of {load}")  # ... and no replica is idle forever
 
 
 @settings(max_examples=30, deadline=None)
@@ -98,9 +98,9 @@ def test_nothing_is_decided_while_replicas_start_and_growth_is_bounded(count: in
 
 def test_a_replica_that_is_lost_or_full_keeps_the_others() -> None:
     scaler = Autoscaler(ScaleSettings(1, 4, 1.0, 1.0))
-    for now in range(10):  # one is being started again: the load says nothing yet
+    for now in range(10):  # one is being restarted: the load is not yet meaningful
         assert scaler.decide(Observed(3, 2, 0), float(now)) == 3
-    for now in range(10, 20):  # no prompt waits, but answers take up the slots
+    for now in range(10, 20):  # no prompt waits, but decoding requests occupy the slots
         assert scaler.decide(Observed(3, 3, 0, 0.0, 0.0, 0.5), float(now)) == 3
     assert [scaler.decide(Observed(3, 3, 0, 0.0, 0.0, 0.3), float(now)) for now in (20, 21)] == [3, 2]
 
@@ -110,7 +110,7 @@ def test_what_is_seen_of_a_fleet_is_what_its_replicas_have_to_do() -> None:
     for place in range(3):
         replica = fleet.add(f"replica-{place}")
         replica.ready = place < 2
-        replica.tell(Told(token_seconds=0.01, slots=2))
+        replica.update(ReplicaReport(token_seconds=0.01, slots=2))
     for _ in range(3):
         prompt = Prompt(100)
         decision = fleet.decide(prompt, 0.0)

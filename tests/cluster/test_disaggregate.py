@@ -1,4 +1,4 @@
-"""Prefill and decode apart: when a prompt is computed elsewhere, and that nothing is lost where that fails."""
+"""Separate prefill and decode: when a prompt is computed elsewhere, and that no request is lost if that fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spillover.cluster.disaggregate import LEAST_BLOCKS, MODES, Mode, split
 from spillover.cluster.fleet import ROLE_SECONDS, Fleet, Keys, Prompt
 from spillover.cluster.keys import TEXT, prompt_only
 from spillover.cluster.policy import LeastLoad
-from spillover.cluster.replica import Told
+from spillover.cluster.replica import ReplicaReport
 from spillover.cluster.serve import Router
 from spillover.cluster.watch import store_name
 from spillover.engine.config import EngineConfig
@@ -42,14 +42,14 @@ def fleet_of(count: int, pool_seconds: float = 0.0, token_seconds: float = 1e-3)
     for place in range(count):
         replica = fleet.add(f"r{place}")
         replica.ready = True
-        replica.tell(Told(token_seconds, stores={"/pool": pool_seconds}))
+        replica.update(ReplicaReport(token_seconds, stores={"/pool": pool_seconds}))
     return fleet
 
 
 def decided(fleet: Fleet, blocks: int, running: tuple[int, ...], mode: Mode) -> tuple[str, str | None]:
-    """Return who decodes a prompt of new blocks, and who computes it first, where replicas decode this much."""
+    """Return the replica that decodes a prompt of new blocks, and the one that computes it, if another."""
     for replica, count in zip(fleet.replicas, running, strict=True):
-        replica.tell(Told(1e-3, stores=replica.told.stores, running=count))
+        replica.update(ReplicaReport(1e-3, stores=replica.report.stores, running=count))
     prompt = Prompt(blocks * BLOCK + 3, {TEXT: Keys(range(1000, 1000 + blocks), BLOCK)})
     decision = fleet.decide(prompt, 0.0)
     assert decision is not None
@@ -64,7 +64,7 @@ def decided(fleet: Fleet, blocks: int, running: tuple[int, ...], mode: Mode) -> 
 @given(blocks=st.integers(1, 400), pool=st.floats(0, 0.1), running=st.lists(st.integers(0, 50), min_size=3, max_size=3))
 @settings(max_examples=60, deadline=None)
 def test_auto_is_apart_only_where_people_wait_less(blocks: int, pool: float, running: list[int]) -> None:
-    """Computing holds up who decodes there; bringing blocks takes time."""
+    """A prompt is computed elsewhere only if that costs less: computing delays decoding, and blocks must move."""
     fleet = fleet_of(3, pool)
     decoder, first = decided(fleet, blocks, (running[0], running[1], running[2]), "auto")
     if first is None:
@@ -77,15 +77,15 @@ def test_auto_is_apart_only_where_people_wait_less(blocks: int, pool: float, run
 
 def test_a_prompt_goes_away_from_who_decodes_and_stays_where_nobody_does() -> None:
     fleet = fleet_of(2)
-    assert decided(fleet, 64, (0, 0), "auto")[1] is None  # nobody is held up
+    assert decided(fleet, 64, (0, 0), "auto")[1] is None  # no request is delayed
     assert decided(fleet, 64, (0, 0), "always")[1] is not None
     assert decided(fleet, 64, (0, 0), "never")[1] is None
     assert decided(fleet, LEAST_BLOCKS - 1, (9, 9), "always")[1] is None
-    fleet.replicas[1].draining = True  # it gets nothing new, prompts neither
+    fleet.replicas[1].draining = True  # it gets no new work, not even prompts
     assert decided(fleet, 64, (9, 1), "always") == ("r0", None)
     fleet.replicas[1].draining = False
-    fleet.replicas[1].told = Told(1e-3, stores={"/another": 0.0})
-    assert split(fleet, *_asked(fleet), 0.0, "always") is None  # they share nothing
+    fleet.replicas[1].report = ReplicaReport(1e-3, stores={"/another": 0.0})
+    assert split(fleet, *_asked(fleet), 0.0, "always") is None  # they share no store
 
 
 def _asked(fleet: Fleet) -> tuple[Prompt, Any]:
@@ -101,7 +101,7 @@ def play(scene: Scene, count: int = 2) -> None:
     async def main() -> None:
         async with asyncio.timeout(30), routed(count, disaggregation="always") as (client, replicas, router):
             for replica in router.fleet.replicas:
-                replica.told = Told(1e-4, stores={"/pool": 0.0})
+                replica.report = ReplicaReport(1e-4, stores={"/pool": 0.0})
             await scene(client, replicas, router)
             assert not any(replica.flights for replica in router.fleet.replicas)
 
@@ -169,7 +169,7 @@ def test_one_replica_is_refused_and_several_get_a_pool_where_no_store_is_named()
 
 
 def test_blocks_travel_through_a_pool_between_real_replicas(tmp_path: Path) -> None:
-    """Also when the pool's owner has died: what is not there is computed, and says the same."""
+    """Blocks move through a pool; if its process has died, missing blocks are computed, with the same text."""
     write_text_model(tmp_path)
     flags = ("--device", "cpu", "--max-model-len", "2048", "--num-gpu-blocks-override", "600", "--restore", "always")
     with PoolProcess(64 << 20) as pool, running(
@@ -200,7 +200,7 @@ def test_a_replica_for_prompts_decodes_only_where_all_others_are_far_behind(runn
     fleet = fleet_of(3)
     fleet.replicas[0].for_prompts = True
     for replica, count in zip(fleet.replicas, running, strict=True):
-        replica.tell(Told(1e-3, stores=replica.told.stores, running=count,
+        replica.update(ReplicaReport(1e-3, stores=replica.report.stores, running=count,
                           waiting_tokens=0 if replica.for_prompts else waiting))
     prompt, decision = _asked(fleet)
     if waiting * 1e-3 <= ROLE_SECONDS:

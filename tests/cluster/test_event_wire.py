@@ -1,4 +1,4 @@
-"""KV events of other engines and versions: maps and arrays, fields that came later, and what is no event at all."""
+"""KV events of other engines and versions: maps and arrays, newer fields, and data that is no event."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spillover.memory.kv.event_wire import (
     read_events,
 )
 
-# What vLLM 0.32's own classes wrote: two blocks by number, with a session; one by its digest, of an image, offloaded;
+# Written by vLLM 0.32's own classes: two blocks by number, with a session; one by its digest, of an image, offloaded;
 # one that is removed; and all.
 VLLM_0_32 = bytes.fromhex(
     "93cb3ff8000000000000948ca474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392cf800000000000000507b1706172656e"
@@ -47,7 +47,7 @@ def test_what_vllm_writes_is_read() -> None:
 
 
 def test_what_is_published_has_vllms_names() -> None:
-    """These bytes were read by vLLM 0.32's own classes; every field that they ask for is there."""
+    """Published events were read by vLLM 0.32's own classes, and contain every field that these require."""
     stored = BlockStored([9], 8, [1, 2], 2, None, CPU, None)
     batch = msgspec.msgpack.encode(EventBatch(1.5, [stored, BlockRemoved([9], CPU), AllBlocksCleared()], 0))
     assert msgspec.msgpack.decode(batch) == [1.5, [
@@ -65,7 +65,7 @@ HASHES = st.lists(st.integers(-2**63, 2**64 - 1), max_size=3)
 @settings(max_examples=60, deadline=None)
 def test_maps_and_arrays_of_every_version_say_the_same(hashes: list[int], parent: int | None, fields: int, more: bool,
                                                        rank: bool) -> None:
-    """Fields came one by one, at the end; a reader of any age finds those that it knows."""
+    """Newer fields were added at the end; a reader of any version finds those that it knows."""
     values: list[Any] = [hashes, parent, [1, 2, 3, 4] * len(hashes), 4, None, CPU, None, [None] * len(hashes), 1,
                          "sliding_window", 64, "LOCAL"]
     names = BlockStored.__struct_fields__[:fields]
@@ -94,7 +94,7 @@ def test_events_of_other_kinds_are_passed_over_and_what_is_none_is_refused() -> 
 
 
 def test_a_group_with_full_attention_stands_for_the_others() -> None:
-    """The groups' blocks have the same names; those of a window go long before."""
+    """The groups' blocks have the same hashes; those of a sliding window are evicted long before."""
     index = PrefixIndex()
     index.add(0)
     mirror = Mirror(index, 0, root=root_digest(b"", None))

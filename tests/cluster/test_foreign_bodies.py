@@ -1,4 +1,4 @@
-"""Requests as other routers send them on: read and written anew, with fields of theirs that nobody asked for."""
+"""Requests as other routers forward them: parsed and rewritten, with additional fields of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spillover.server.schemas.schemas_chat import ChatRequest
 from spillover.server.schemas.schemas_completions import CompletionRequest
 from spillover.server.schemas.schemas_responses import ResponsesRequest
 
-# What sglang-router 0.3.2 and vllm-router made of {"model", "prompt" or "messages" or "input", "max_tokens": 4}.
+# The output of sglang-router 0.3.2 and vllm-router for {"model", "prompt" or "messages" or "input", "max_tokens": 4}.
 SENT_ON: list[tuple[type[BaseModel], str, str]] = [
     (CompletionRequest, "/v1/completions", """{"model":"smollm2","prompt":"The capital of","max_tokens":4,"stream":true,
      "stream_options":{"include_usage":true},"echo":false,"seed":3,"top_k":5,"min_tokens":2,"no_stop_trim":false,

@@ -1,4 +1,4 @@
-"""A body to block keys: the same as the engine's digests, other ones for another salt, and no error whatever comes."""
+"""From a body to block keys: equal to the engine's digests, different for another salt, no error for any input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor 
 
 
 def letters() -> Tokenizer:
-    """A token for each byte, and a chat template."""
+    """Return a tokenizer with a token per byte, and a chat template."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({each: place for place, each in enumerate(alphabet)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -36,7 +36,7 @@ SPACE = TokenSpace(IDENTITY, 4, letters(), segments=SegmentEncoder(letters()))
 
 
 def with_specials(first_is_marked: bool) -> Tokenizer:
-    """As `letters`, with marks of turns; a mark before the first word makes pieces depend on where they stand."""
+    """Return `letters` with special tokens for turns; a mark on the first word makes tokens depend on position."""
     backend = letters().backend
     if first_is_marked:
         names = {each: place for place, each in enumerate("\u2581abcdefghijklmnopqrstuvwxyz")}
@@ -118,7 +118,7 @@ def test_conversations_that_go_on_share_what_came_before_as_text() -> None:
 @given(JSON, st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/responses"]))
 @settings(max_examples=80, deadline=None)
 def test_no_body_is_an_error(value: object, path: str) -> None:
-    """Whatever is wrong with a request, its server says it."""
+    """No body raises an error here: the server that receives a wrong request reports it."""
     for body in (json.dumps(value).encode(), json.dumps({"prompt": value, "messages": value, "model": value,
                                                          "cache_salt": value, "max_tokens": value}).encode(), b"{"):
         prompt = read_prompt(path, body, None, {"space": SPACE, TEXT: None})

@@ -1,4 +1,4 @@
-"""What the router knows of replicas' blocks: the same as they hold whenever it says so, whatever is lost on the way."""
+"""The router's index of replicas' blocks: equal to their content whenever it is called exact, whatever is lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def indexed() -> PrefixIndex:
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_a_prompt_is_matched_as_far_as_each_replica_goes(data: st.DataObject) -> None:
-    """Replicas hold beginnings of prompts: on the device, then in host memory, on disk, and on their way."""
+    """Replicas hold prefixes of prompts, on the device, then in host memory, on disk, and in flight; each is found."""
     index, keys = indexed(), list(range(1, 61))
     parts = {replica: data.draw(st.lists(st.integers(0, 25), min_size=4, max_size=4)) for replica in range(3)}
     for replica, lengths in parts.items():
@@ -91,11 +91,11 @@ def test_the_index_holds_what_was_stored_and_not_removed(steps: list[tuple[str, 
             assert match.expected == int(nearest is None and (replica, key) in expected)
 
 
-# This engine's events
+# Events of this engine
 
 
 class Publisher:
-    """A journal that blocks of random prompts come to and go from, as an engine's."""
+    """A journal of blocks of random prompts that are stored and removed, like an engine's."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -134,10 +134,10 @@ def known(index: PrefixIndex, replica: int) -> dict[str, frozenset[int]]:
                                                  max_size=50))
 @settings(max_examples=40, deadline=None)
 def test_what_is_called_exact_is_exact(seed: int, fates: list[str]) -> None:
-    """Batches get lost and engines are killed: a gap is seen at once, blocks of a dead engine leave the index, and a
-    snapshot makes it whole."""
+    """If batches are lost or engines killed, the gap is detected at once, a dead engine's blocks leave the index, and a
+    snapshot completes it."""
     publisher, index = Publisher(seed), indexed()
-    index.store(0, GPU, [1, 2, 3])  # another replica's stay
+    index.store(0, GPU, [1, 2, 3])  # blocks of another replica are unaffected
     mirror = Mirror(index, 1)
     for fate in fates:
         sequence, payload = publisher.step() if fate != "restart" else publisher.restart()
@@ -164,14 +164,14 @@ def test_a_replica_that_is_gone_holds_nothing() -> None:
     mirror.lost()
     assert not any(known(index, 1).values())
     assert mirror.state is IndexState.DEGRADED
-    assert not mirror.take(*publisher.step())  # whatever comes next is no continuation
+    assert not mirror.take(*publisher.step())  # no later batch is a continuation
 
 
-# Other engines' events, whose names for blocks say nothing: keys come of tokens and parents
+# Events of other engines, whose block hashes are arbitrary: keys are computed from tokens and parents
 
 
 def foreign(prompt: Sequence[int], start: int, name: int, size: int = 4) -> BlockStored:
-    """An event for the blocks of a prompt from `start` on, called by numbers that nobody can compute."""
+    """Return an event for the blocks of a prompt from `start` on, named by arbitrary numbers."""
     count = len(prompt) // size - start
     names = [name + start + place for place in range(count)]
     return BlockStored(names, name + start - 1 if start else None, list(prompt[start * size:]), size, None, GPU,
@@ -193,14 +193,14 @@ def keys_of(prompt: Sequence[int], size: int = 4) -> set[int]:
 @given(seed=st.integers(0, 10**6), cut=st.integers(1, 5))
 @settings(max_examples=30, deadline=None)
 def test_children_of_unknown_parents_are_kept_until_the_parents_are_known(seed: int, cut: int) -> None:
-    """Of others: after a router's restart they are dropped for ever."""
+    """Unlike in other routers, which drop them for good after a restart, such children are kept."""
     draw, index = random.Random(seed), indexed()
     mirror = Mirror(index, 0, root=ROOT)
     prompt = [draw.randrange(50_000) for _ in range(24)]
     mirror.begin_partial(6)
     assert mirror.take(7, batch(foreign(prompt, cut, 1000)))
     assert not index.keys(0, GPU)
-    assert mirror.state is IndexState.DEGRADED  # nothing claims to know all
+    assert mirror.state is IndexState.DEGRADED  # the index is not complete
     assert mirror.take(8, batch(foreign(prompt[:cut * 4], 0, 1000)))
     assert index.keys(0, GPU) == keys_of(prompt)
     assert mirror.take(9, batch(BlockRemoved([1000 + cut], GPU)))

@@ -1,4 +1,4 @@
-"""Servers that a router owns: as many as the load needs, started again when they die, on Ray wherever there is room."""
+"""Servers owned by a router: as many as the load needs, restarted when they die, on Ray wherever there is room."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from support.servers.fake_replica import FakeReplica
 
 
 class FakeServer:
-    """An owned server whose replica is one of the tests' own."""
+    """An owned server whose replica is a fake one."""
 
     def __init__(self, place: int) -> None:
         self.replica = FakeReplica(f"fake-{place}")
@@ -112,7 +112,7 @@ def ready(router: Router) -> list[int]:
 
 def test_replicas_are_added_under_load_and_leave_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoscale, "UP_SECONDS", 0.05)
-    monkeypatch.setattr(fleet, "BUSY_SECONDS", 0.1)  # the load is soon over
+    monkeypatch.setattr(fleet, "BUSY_SECONDS", 0.1)  # the load ends soon
     monkeypatch.setattr(scaling, "LOOK_SECONDS", 0.02)
 
     async def run() -> None:
@@ -189,7 +189,7 @@ def test_a_replica_that_cannot_be_added_leaves_the_others_in_peace(monkeypatch: 
             asked = asyncio.create_task(ask(client))
             await until(lambda: "no machine has a GPU free" in router.fleet.replicas[1].why)
             await asyncio.sleep(0.1)
-            assert servers[1].spawned == 1  # not again and again
+            assert servers[1].spawned == 1  # not repeatedly
             servers[0].replica.release()
             assert await asked == 200
 
@@ -197,7 +197,7 @@ def test_a_replica_that_cannot_be_added_leaves_the_others_in_peace(monkeypatch: 
 
 
 class FakeProcess:
-    """In place of a server's process: tells what it was given."""
+    """A substitute for a server's process that records its arguments."""
 
     made: list[FakeProcess]
 
@@ -238,7 +238,7 @@ def server_on(ray: FakeRay, seconds: float = 5.0, **resources: float) -> RayServ
 def test_a_replica_on_ray_has_ports_of_its_own_and_is_reached_past_ray(ray: FakeRay) -> None:
     async def run() -> None:
         server = server_on(ray)
-        assert await server.spawn() == "http://127.0.0.1:4321"  # the router's own machine: nobody else is let in
+        assert await server.spawn() == "http://127.0.0.1:4321"  # only the router's own machine can connect
         assert [news.ready async for news in _first(server.news())] == [True]
         await server.stop()
         await server.stop()
@@ -297,7 +297,7 @@ def test_without_room_or_ray_there_is_a_sentence_and_no_wait(ray: FakeRay, monke
         connect(f"127.0.0.1:{port}", 0.0)
     with listen("127.0.0.1", 0) as starting:
         starting.listen()
-        ray.refuses = 1  # it takes connections, and does not know its machines yet
+        ray.refuses = 1  # it accepts connections, but has no node info yet
         assert connect(f"127.0.0.1:{starting.getsockname()[1]}", 5.0) is ray
         ray.refuses = 9
         with pytest.raises(SpilloverError, match="Ray cannot be used: no node info"):
@@ -316,7 +316,7 @@ def test_a_replica_needs_a_gpu_for_each_rank_where_there_are_gpus() -> None:
             ({}, {"CPU": 8.0}, {"CPU": 1.0}),
             ({}, {"CPU": 8.0, "GPU": 4.0}, {"CPU": 1.0, "GPU": 1.0}),
             ({"tensor_parallel_size": 4}, {"GPU": 4.0}, {"CPU": 1.0, "GPU": 4.0}),
-            ({"device": "cuda"}, {"CPU": 8.0}, {"CPU": 1.0, "GPU": 1.0}),  # a machine with one may join
+            ({"device": "cuda"}, {"CPU": 8.0}, {"CPU": 1.0, "GPU": 1.0}),  # a machine with a GPU may join
             ({"device": "cpu"}, {"GPU": 4.0}, {"CPU": 1.0}),
             ({"load_format": "null"}, {"GPU": 4.0}, {"CPU": 1.0})):
         assert ray_resources(EngineConfig(**flags), asked, cluster) == wanted

@@ -1,4 +1,4 @@
-"""The router over real sockets, before servers that fail in every way: what clients see of it, and what they do not."""
+"""The router over real sockets, with servers that fail in every way: which failures clients see, and which not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def play(scene: Scene, count: int = 3, **changes: Any) -> None:
         async with asyncio.timeout(30), routed(count, **changes) as (client, replicas, router):
             await scene(client, replicas, router)
             assert router.proxy.in_flight == 0
-            assert not any(replica.flights for replica in router.fleet.replicas)  # nothing is left in the books
+            assert not any(replica.flights for replica in router.fleet.replicas)  # none is counted as running
 
     asyncio.run(main())
 
@@ -64,7 +64,7 @@ def test_a_failure_after_the_first_token_ends_the_stream_with_an_error() -> None
         *begun, last = events(answer)
         assert len(begun) == 2
         assert last["error"]["code"] == "replica_lost"
-        assert len(replicas[0].bodies) == 1  # what has begun is not begun again
+        assert len(replicas[0].bodies) == 1  # a request whose answer has begun is not repeated
         assert b"router_broken_streams_total" in (await client.get("/metrics")).content
 
     play(scene, count=1)
@@ -76,7 +76,7 @@ def test_a_killed_replica_is_left_at_once_and_taken_back_when_it_answers() -> No
         waiting = [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(4)]
         async with asyncio.timeout(5):
             await until(lambda: replicas[0].open == replicas[1].open == 2)
-        await replicas[0].stop()  # with two requests that have not begun
+        await replicas[0].stop()  # it has two requests without output so far
         replicas[1].release()
         answers = await asyncio.gather(*waiting)
         assert [answer.status_code for answer in answers] == [200] * 4
@@ -96,7 +96,7 @@ def test_a_killed_replica_is_left_at_once_and_taken_back_when_it_answers() -> No
 
 
 def test_a_silent_replica_loses_what_has_not_begun() -> None:
-    """One that hangs answers nothing, health checks neither: its requests go elsewhere."""
+    """A hanging replica, which does not answer health checks either, loses its requests without output to others."""
     async def scene(client: httpx.AsyncClient, replicas: list[FakeReplica], router: Router) -> None:
         replicas[0].how = "silent"
         waiting = asyncio.create_task(client.post("/v1/completions", json=BODY))
@@ -112,7 +112,7 @@ def test_a_silent_replica_loses_what_has_not_begun() -> None:
 
 
 def test_an_answer_that_stops_coming_ends_with_an_error() -> None:
-    """A machine that is gone closes no connections: its clients would wait for ever."""
+    """A stalled answer ends with an error: a machine that is gone closes no connections."""
     async def scene(client: httpx.AsyncClient, replicas: list[FakeReplica], router: Router) -> None:
         replicas[0].how = "hang-middle"
         answer = await client.post("/v1/completions", json=BODY)
@@ -141,7 +141,7 @@ def test_back_pressure_has_a_status_and_a_time() -> None:
         for replica in replicas:
             replica.how = "busy"
         answer = await client.post("/v1/completions", json=BODY)
-        assert answer.status_code == 429  # as the servers said it
+        assert answer.status_code == 429  # the servers' own status
         assert answer.json() == {"error": {"message": "busy"}}
         for replica in replicas:
             replica.how = "silent"
@@ -171,7 +171,7 @@ def test_a_draining_replica_gets_nothing_new() -> None:
         assert not (await client.post("/replicas/fake-0/undrain")).json()["draining"]
         shown = (await client.get("/replicas")).json()["replicas"]
         assert [each["index_state"] for each in shown] == ["fallback", "fallback"]
-        assert all(each["index_note"] for each in shown)  # a guess is never silent
+        assert all(each["index_note"] for each in shown)  # a guess is always explained
         assert (await client.post("/replicas/nobody/drain")).status_code == 404
 
     play(scene, count=2)
@@ -181,7 +181,7 @@ def test_keys_sessions_and_stored_responses() -> None:
     async def scene(client: httpx.AsyncClient, replicas: list[FakeReplica], router: Router) -> None:
         assert (await client.post("/v1/completions", json=BODY)).status_code == 401
         client.headers["Authorization"] = "Bearer right"
-        assert (await client.post("/replicas/fake-0/drain")).status_code == 401  # the key of admins
+        assert (await client.post("/replicas/fake-0/drain")).status_code == 401  # requires the admin key
         went = {events(await client.post("/v1/completions", json=BODY | {"prompt": str(turn) * 300},
                                          headers={"X-Session-Id": "one"}))[0]["from"] for turn in range(4)}
         assert len(went) == 1
@@ -223,7 +223,7 @@ def test_a_breaker_opens_after_failures_and_tries_one_request_at_a_time(steps: l
             continue
         breaker.sent()
         if was_open:
-            assert not breaker.allows(now)  # until that one has ended
+            assert not breaker.allows(now)  # until the trial request has finished
         if fails:
             breaker.failed(now)
             recent.append(now)

@@ -29,7 +29,7 @@ from support.servers.running_server import SPILL, Server, running, until
 ray = pytest.importorskip("ray", reason="Ray is not installed: make test-cluster does it")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-# A token of prefill takes 1 ms: a prompt of 400 tokens keeps a replica busy for 0.4 s.
+# A prefill token takes 1 ms: a prompt of 400 tokens keeps a replica busy for 0.4 s.
 NULL = ("--load-format", "null", "--simulate-step", "10,1", "--max-model-len", "1024", "--max-num-seqs", "8",
         "--no-log-requests")
 ON_RAY = ("--ray", "--ray-resources", '{"CPU": 0.25}')
@@ -67,7 +67,7 @@ def _arguments(process: psutil.Process) -> list[str]:
 
 
 class Load:
-    """Clients that ask without a pause, half of them for streams; and what became of every request."""
+    """Clients that send requests without a pause, half of them streamed; and the outcome of every request."""
 
     def __init__(self, url: str, clients: int) -> None:
         self.outcomes: list[str] = []
@@ -110,7 +110,7 @@ def test_two_replicas_are_loaded_killed_scaled_to_three_and_back_and_nothing_is_
             _kill_and_heal(server, load, 0, _kill_server)
             _kill_and_heal(server, load, 1, _kill_actor)
         assert set(load.outcomes) <= {"whole", "broken stream"}, set(load.outcomes)
-        assert load.outcomes.count("broken stream") <= 2  # those that had begun when a replica was killed
+        assert load.outcomes.count("broken stream") <= 2  # answers that had begun when a replica was killed
         with Load(server.url, 16) as load:
             until(lambda: ready(server) == 3, 120)
             before = len(load.outcomes)
@@ -125,7 +125,7 @@ def test_two_replicas_are_loaded_killed_scaled_to_three_and_back_and_nothing_is_
 
 
 def _kill_and_heal(server: Server, load: Load, victim: int, kill: Callable[[list[psutil.Process], str], None]) -> None:
-    """Kill something of a replica in the middle of its work, and wait until it serves again."""
+    """Kill a process of a busy replica, and wait until it serves again."""
     before, old = len(load.outcomes), replicas(server)[victim]["url"]
     until(lambda: len(load.outcomes) > before + 6, 60)
     kill(descendants(server.process.pid), old)
@@ -151,7 +151,7 @@ def test_a_killed_router_takes_all_with_it_and_without_room_there_is_a_sentence(
         assert len(family) >= 3  # the actor, the front, the engine
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(10)
-        server.process.returncode = 0  # it ended as this test wanted
+        server.process.returncode = 0  # its death was intended
     nothing_is_left_of(family)
     told = subprocess.run([*SPILL, "serve", "--port", "0", *NULL, "--ray", "--ray-resources", '{"CPU": 0.25, "TPU": 8}',
                            "--ray-placement-seconds", "3"], capture_output=True, text=True, timeout=120, check=False)
@@ -163,7 +163,7 @@ def test_a_killed_router_takes_all_with_it_and_without_room_there_is_a_sentence(
 
 @contextlib.contextmanager
 def cluster() -> Iterator[list[psutil.Process]]:
-    """A cluster of this machine; gives its processes as they are at the end."""
+    """Start a cluster on this machine; yield a list that finally receives its processes."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
     family: list[psutil.Process] = []
     try:
@@ -203,7 +203,7 @@ def test_a_deployment_of_ray_serve_redirects_to_the_router_and_starts_it_again()
 
 
 def test_the_nodes_of_a_slurm_job_become_a_cluster_and_nothing_is_left(tmp_path: Path) -> None:
-    """Both nodes are this machine: `srun` runs what it is given."""
+    """Both nodes are this machine: a fake `srun` runs its arguments."""
     for name, body in (("scontrol", f"printf '{socket.gethostname()}\\n{socket.gethostname()}\\n'"),
                        ("srun", 'while [[ "$1" == --* ]]; do shift; done; exec "$@"')):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")

@@ -1,4 +1,4 @@
-"""`spill serve --replicas 2` with a real model: prefixes are found again, kills are healed, nothing is left behind."""
+"""`spill serve --replicas 2` with a real model: prefixes are reused, killed replicas restart, no process remains."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_prefixes_are_found_again_where_they_were_computed(fleet: Server) -> Non
         assert salted["text"] == first[0]["text"]
         told = {name.rpartition("{")[2]: value for name, value in fleet.metrics().items()
                 if name.startswith("spillover:router_cached_tokens_total")}
-        for place in range(2):  # what was expected to be found was found
+        for place in range(2):  # the predicted cached tokens were found
             assert told[f'by="prediction",replica="replica-{place}"}}'] == pytest.approx(
                 told[f'by="answer",replica="replica-{place}"}}'])
 
@@ -76,14 +76,14 @@ def test_a_killed_replica_costs_no_request_and_comes_back(fleet: Server) -> None
 
 
 def test_replicas_end_with_a_router_that_is_killed(fleet: Server) -> None:
-    """Runs last: the server is gone afterwards."""
+    """Runs last, because it kills the server."""
     family = psutil.Process(fleet.process.pid).children(recursive=True)
     assert len(family) >= 4  # two fronts, two engines
     os.kill(fleet.process.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
     fleet.process.wait(10)
-    fleet.process.returncode = 0  # it ended as this test wanted
+    fleet.process.returncode = 0  # its death was intended
 
 
 def test_what_replicas_cannot_share_is_refused() -> None:

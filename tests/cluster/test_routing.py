@@ -1,4 +1,4 @@
-"""Where requests go, in simulated time: what is found again, who waits, and what routers of others got wrong."""
+"""Routing in simulated time: cache hits, waiting times, and known faults of other routers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spillover.cluster import fleet as fleet_module
 from spillover.cluster.fleet import Keys, Prompt
 from spillover.cluster.policy import POLICIES
-from spillover.cluster.replica import Told
+from spillover.cluster.replica import ReplicaReport
 from spillover.memory.kv.event_wire import CPU, GPU, STORAGE
 from support.servers.fleet_simulation import BLOCK, Arrival, ceiling, make_fleet, simulate
 
@@ -20,7 +20,7 @@ TOKEN = 1e-4
 
 
 def tenants(seed: int, count: int, users: int, prefix: int, own: int, rate: float) -> list[Arrival]:
-    """`count` tenants with a long prefix each, whose users ask in random order, as a Poisson process."""
+    """Return requests of `count` tenants with a long prefix each, from users in random order, as a Poisson process."""
     draw, names = random.Random(seed), itertools.count(1)
     prefixes = [tuple(next(names) for _ in range(prefix)) for _ in range(count)]
     asked = [tenant for tenant in range(count) for _ in range(users)]
@@ -33,10 +33,10 @@ def tenants(seed: int, count: int, users: int, prefix: int, own: int, rate: floa
 @given(seed=st.integers(0, 10**6), load=st.floats(0.1, 0.6))
 @settings(max_examples=2, deadline=None)
 def test_shared_prefixes_are_found_as_often_as_can_be_and_answered_sooner(seed: int, load: float) -> None:
-    """On average over ten draws: in one of them a few tenants may begin at once, whose prefixes are worth computing
-    twice."""
+    """The hit rate is near its maximum, on average over ten draws: in one of them several requests of a tenant may come
+    at once, and the prefix is worth computing twice."""
     prefix, own = 100, 20
-    seconds = own * BLOCK * TOKEN  # of a request whose prefix is cached
+    seconds = own * BLOCK * TOKEN  # of a request with a cached prefix
     found = []
     for draw in range(10):
         arrivals = tenants(seed + draw, 20, 10, prefix, own, 4 * load / seconds / 2)
@@ -66,7 +66,7 @@ def test_without_reuse_nobody_waits_longer_than_by_turns(seed: int, load: float,
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_one_request_at_a_time_uses_every_replica(policy: str) -> None:
-    """Of others: at low concurrency replica 0 gets everything, and the others' memory is never used."""
+    """Every replica is used, unlike in routers that send everything to replica 0 at low concurrency."""
     names = itertools.count(1)
     arrivals = [Arrival(float(time), tuple(next(names) for _ in range(20))) for time in range(40)]
     served = simulate(policy, arrivals).served
@@ -74,7 +74,7 @@ def test_one_request_at_a_time_uses_every_replica(policy: str) -> None:
 
 
 def test_conversations_with_a_common_beginning_spread_when_memory_fills() -> None:
-    """One block in common is no reason to have one replica evict what the empty ones could keep."""
+    """A single shared block does not make one replica evict conversations that empty ones could hold."""
     names = itertools.count(100)
     chats = [(1, 2, *(next(names) for _ in range(40))) for _ in range(24)]
     arrivals = [Arrival(float(turn * len(chats) + place), chat + tuple(range(10**6 * (place + 1), 10**6 * (place + 1)
@@ -86,15 +86,15 @@ def test_conversations_with_a_common_beginning_spread_when_memory_fills() -> Non
 
 
 def test_locality_is_kept_among_those_within_reach() -> None:
-    """Of others: beyond a difference in load all locality is thrown away, just when it is needed most."""
+    """Locality is kept beyond any difference in load, unlike in routers that give it up when it is needed most."""
     for policy in ("predicted", "prefix"):
         fleet = make_fleet(policy, 4)
         keys = tuple(range(1, 201))
         for place in (1, 3):
             fleet.index.store(place, GPU, keys)
         for replica in fleet.replicas:
-            replica.tell(Told(TOKEN))
-        for busy in range(40):  # replica 1 is far behind; 3 has the prefix too and little to do
+            replica.update(ReplicaReport(TOKEN))
+        for busy in range(40):  # replica 1 is far behind; 3 also has the prefix, and little work
             prompt = Prompt(2000, {"space": Keys(tuple(range(1000 * (busy + 1), 1000 * (busy + 1) + 125)), BLOCK)})
             decision = fleet.decide(prompt, 0.0, [each for each in fleet.replicas if each.place != 1])
             assert decision is not None
@@ -105,7 +105,7 @@ def test_locality_is_kept_among_those_within_reach() -> None:
 
 
 def test_a_hot_prefix_comes_to_lie_on_several_replicas() -> None:
-    """Of others: a hot prefix stays pinned to one engine while its peers are idle."""
+    """A hot prefix is copied to several replicas, unlike in routers that pin it to one while others are idle."""
     names, hot = itertools.count(10_000), tuple(range(1, 31))
     arrivals = [Arrival(place * 0.004, hot + tuple(next(names) for _ in range(10)), 8) for place in range(400)]
     outcome = simulate("predicted", arrivals, token_seconds=TOKEN, decode_seconds=TOKEN)
@@ -114,11 +114,11 @@ def test_a_hot_prefix_comes_to_lie_on_several_replicas() -> None:
 
 
 def test_an_overloaded_replica_gets_no_misses() -> None:
-    """Of others: on a miss the smallest tree is chosen, though its replica is overloaded."""
+    """A miss is not sent to an overloaded replica, unlike in routers that choose the one with the smallest tree."""
     fleet = make_fleet("predicted", 2)
     for replica in fleet.replicas:
-        replica.tell(Told(TOKEN))
-    fleet.index.store(1, GPU, range(1, 5000))  # holds most; replica 0 holds nothing and has all to do
+        replica.update(ReplicaReport(TOKEN))
+    fleet.index.store(1, GPU, range(1, 5000))  # replica 1 holds most and gets all the work; replica 0 holds none
     for place in range(8):
         prompt = Prompt(8000, {"space": Keys((), BLOCK)})
         decision = fleet.decide(prompt, 0.0, [fleet.replicas[1]])
@@ -130,10 +130,10 @@ def test_an_overloaded_replica_gets_no_misses() -> None:
 
 
 def test_a_few_long_prompts_weigh_more_than_many_short_ones() -> None:
-    """Of others: counts of requests say nothing of the work behind them."""
+    """Work is counted in tokens, unlike in routers that count requests."""
     fleet = make_fleet("predicted", 2)
     for replica in fleet.replicas:
-        replica.tell(Told(TOKEN))
+        replica.update(ReplicaReport(TOKEN))
     for tokens, place, times in ((32_000, 0, 2), (100, 1, 20)):
         for _ in range(times):
             decision = fleet.decide(Prompt(tokens), 0.0, [fleet.replicas[1 - place]])
@@ -145,17 +145,17 @@ def test_a_few_long_prompts_weigh_more_than_many_short_ones() -> None:
 
 
 def test_what_other_routers_sent_counts() -> None:
-    """Of others: with n routers each sees a share of the load."""
+    """Work sent by other routers is counted, unlike in routers that each see only their share."""
     fleet = make_fleet("predicted", 2)
-    fleet.replicas[0].tell(Told(TOKEN, waiting_tokens=50_000, running=10))
-    fleet.replicas[1].tell(Told(TOKEN))
+    fleet.replicas[0].update(ReplicaReport(TOKEN, waiting_tokens=50_000, running=10))
+    fleet.replicas[1].update(ReplicaReport(TOKEN))
     chosen = fleet.decide(Prompt(1000), 0.0)
     assert chosen is not None
     assert chosen.replica.place == 1
 
 
 def test_sessions_are_told_apart_by_their_whole_name() -> None:
-    """Of others: session-1 and session-12 have most of their characters in common."""
+    """Sessions are distinguished by their whole name, unlike in routers that confuse session-1 and session-12."""
     fleet = make_fleet("predicted", 16)
     went: dict[str, int] = {}
     for turn in range(3):
@@ -172,11 +172,11 @@ def test_sessions_are_told_apart_by_their_whole_name() -> None:
 def test_a_session_leaves_a_replica_that_is_far_behind() -> None:
     fleet = make_fleet("predicted", 2)
     for replica in fleet.replicas:
-        replica.tell(Told(TOKEN))
+        replica.update(ReplicaReport(TOKEN))
     first = fleet.decide(Prompt(100, session="one"), 0.0)
     assert first is not None
     fleet.end(fleet.send(Prompt(100, session="one"), first, 0.0), 0.0)
-    first.replica.tell(Told(TOKEN, waiting_tokens=100_000))
+    first.replica.update(ReplicaReport(TOKEN, waiting_tokens=100_000))
     second = fleet.decide(Prompt(100, session="one"), 1.0)
     assert second is not None
     assert second.replica is not first.replica
@@ -194,7 +194,7 @@ def test_the_chosen_replica_is_the_soonest_by_its_own_tiers(lengths: list[tuple[
         for medium, count in zip((GPU, CPU, STORAGE), held, strict=True):
             fleet.index.store(replica.place, medium, keys[start:start + count])
             start += count
-        replica.tell(Told(TOKEN, {CPU: rates[0], STORAGE: rates[1]}))
+        replica.update(ReplicaReport(TOKEN, {CPU: rates[0], STORAGE: rates[1]}))
     chosen = fleet.decide(Prompt(91 * BLOCK, {"space": Keys(keys, BLOCK)}), 0.0)
     assert chosen is not None
     whole = BLOCK * TOKEN
@@ -210,7 +210,7 @@ def test_the_chosen_replica_is_the_soonest_by_its_own_tiers(lengths: list[tuple[
 @given(chats=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=60), most=st.integers(4, 80))
 @settings(max_examples=40, deadline=None)
 def test_what_could_be_found_again_is_counted_over_the_latest_prompts(chats: list[tuple[int, int]], most: int) -> None:
-    """By a cache without an end as long as little was seen; then over the latest of it, and never of what is new."""
+    """The count is that of an unlimited cache for few prompts, and later of the latest ones; new blocks never count."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fleet_module, "MOST_SEEN", most)
         fleet, seen, best, latest = make_fleet("predicted", 2), set[int](), 0, 0
@@ -220,7 +220,7 @@ def test_what_could_be_found_again_is_counted_over_the_latest_prompts(chats: lis
             decision = fleet.decide(prompt := Prompt(length * BLOCK + 1, {"space": Keys(keys, BLOCK)}), 0.0)
             assert decision is not None
             recent: set[int] = set()
-            for one in reversed(history):  # what is surely in the two generations: they hold this many different blocks
+            for one in reversed(history):  # certainly within the two generations, which hold this many different blocks
                 recent |= set(one)
                 if len(recent) > most:
                     recent -= set(one)

@@ -1,4 +1,4 @@
-"""Fleets in simulated time: what must hold of any trace, and what is known in closed form."""
+"""Fleets in simulated time: invariants of every trace, and results known in closed form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = 16
 
 
 def trace(seed: int, count: int, rate: float = 20.0, groups: int = 4, shared: bool = True) -> list[Arrival]:
-    """Prompts of one of a few beginnings and an own end, as a Poisson process."""
+    """Return prompts with one of a few prefixes and a unique end, as a Poisson process."""
     draw, names, now, made = random.Random(seed), BlockNames(SIZE), 0.0, []
     for number in range(count):
         now += draw.expovariate(rate)
@@ -78,7 +78,7 @@ def test_tokens_are_conserved_and_limits_kept(seed: int, fleet: FleetSettings) -
         assert math.isnan(outcome.first_token[place]) == math.isnan(outcome.finished[place])
         if not math.isnan(outcome.first_token[place]):
             assert 0 < outcome.first_token[place] <= outcome.finished[place] - arrival.at + 1e-9
-    # Whatever was not found is computed, and all tokens of answers but the last; more only if somebody was preempted.
+    # All tokens not found are computed, and all output tokens but the last; more only if a request was preempted.
     found = outcome.device_tokens + outcome.host_tokens
     least = outcome.prompt_tokens - found + outcome.output_tokens - len(fits)
     computed = sum(item.count for _, step in steps for item in step.items)
@@ -99,7 +99,7 @@ def test_the_same_input_gives_the_same_output(seed: int, policy: str) -> None:
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=15, deadline=None)
 def test_one_endless_cache_finds_what_can_be_found(seed: int) -> None:
-    arrivals = [replace(each, at=10.0 * place) for place, each in enumerate(trace(seed, 40))]  # one after the other
+    arrivals = [replace(each, at=10.0 * place) for place, each in enumerate(trace(seed, 40))]  # one after another
     outcome, _ = play(arrivals, FleetSettings(1, replica=ReplicaSettings()))
     assert outcome.device_tokens / outcome.prompt_tokens == pytest.approx(reusable(arrivals, SIZE))
 
@@ -146,7 +146,7 @@ def test_one_request_alone_takes_what_its_steps_take(prompt: int, output: int, b
     first = outside
     for start in range(0, prompt, budget):
         count = min(budget, prompt - start)
-        if count == 1 and start + count == prompt:  # the engine calls it a decode, too
+        if count == 1 and start + count == prompt:  # the engine counts it as a decode, too
             first += COSTS.step + COSTS.decode_row + COSTS.context_token * prompt
         else:
             first += COSTS.step + COSTS.prefill_token * count + COSTS.prefill_pair * count * (start + count / 2)
@@ -157,7 +157,7 @@ def test_one_request_alone_takes_what_its_steps_take(prompt: int, output: int, b
 
 
 def test_a_split_keeps_prompts_away_from_decodes() -> None:
-    """A long prompt delays those that decode beside it, and none elsewhere; its KV must travel first."""
+    """A long prompt delays decoding on the same replica only; in a split, its KV must be transferred first."""
     arrivals = [Arrival(0.0, 100, 200), Arrival(0.5, 3000, 2)]
     limits = ReplicaSettings(max_num_batched_tokens=4096)
     both = simulate(arrivals, FleetSettings(1, replica=limits), COSTS)
@@ -168,7 +168,7 @@ def test_a_split_keeps_prompts_away_from_decodes() -> None:
 
 
 def test_an_arrival_waits_for_the_step_after_the_next_with_overlap() -> None:
-    """As in the engine: what runs next is chosen when the step before it begins."""
+    """As in the engine, the next step is chosen when the previous one begins, so an arrival misses it."""
     arrivals = [Arrival(0.0, 160, 20), Arrival(0.001, 160, 1)]
     costs = StepCosts(0.1)
     waits = [simulate(arrivals, FleetSettings(1, replica=ReplicaSettings(overlap=overlap)), costs).first_token[1]

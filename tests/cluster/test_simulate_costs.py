@@ -1,4 +1,4 @@
-"""Step costs of simulated replicas: fitted to measured steps, kept in files; and what is said of real runs."""
+"""Step costs of simulated replicas: fitted to measured steps, kept in files; and comparisons with real runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_cost_file_brings_back_what_was_measured(tmp_path: Path) -> None:
     read = read_costs(str(tmp_path / "costs.json"))
     assert read.fit == measured.fit
     assert [getattr(read, name) for name in costs.SETTINGS] == [getattr(measured, name) for name in costs.SETTINGS]
-    # Without points the coefficients stand for themselves.
+    # Without points the coefficients are used.
     (tmp_path / "few.json").write_text(json.dumps({**costs.as_json(measured), "points": []}))
     assert read_costs(str(tmp_path / "few.json")).fit == Fit(measured.fit.costs)
 

@@ -1,4 +1,4 @@
-"""A simulated replica beside the engine's own scheduler: the same requests at the same times make the same steps."""
+"""A simulated replica and the engine's own scheduler: the same requests at the same times give the same steps."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Asked(NamedTuple):
     output_tokens: int
 
 
-Items = list[tuple[int, int, int]]  # request, tokens computed, its tokens that are computed then
+Items = list[tuple[int, int, int]]  # (request, number of tokens computed, end position)
 
 
 def requests(seed: int, count: int, rate: float) -> list[Asked]:
-    """Prompts that begin alike, and end with a number of their own."""
+    """Return prompts with shared prefixes that end with a unique number."""
     draw, now, made = random.Random(seed), 0.0, []
     shared = [draw.randrange(VOCAB) for _ in range(80)]
     for number in range(count):
@@ -46,7 +46,7 @@ def requests(seed: int, count: int, rate: float) -> list[Asked]:
 
 
 def by_engine(asked: list[Asked], limits: ReplicaSettings) -> list[tuple[float, Items]]:
-    """Return when each step ends, and what is in it, as the engine's loop runs them."""
+    """Return when each step completes, and its content, as the engine's loop runs them."""
     kv = KVCache(limits.num_blocks, limits.block_size, (None,))
     scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.max_num_batched_tokens, 1 << 20), kv,
                           NullConnector())
@@ -56,7 +56,7 @@ def by_engine(asked: list[Asked], limits: ReplicaSettings) -> list[tuple[float, 
     ids: dict[int, int] = {}
     coming, made = list(enumerate(asked)), list[tuple[float, Items]]()
     now = end = 0.0
-    running: float | None = None  # when the step that was launched last but is not taken in ends
+    running: float | None = None  # completion time of the launched step whose result is not applied yet
     while coming or engine.has_work:
         while coming and coming[0][1].at <= now:
             number, each = coming.pop(0)
@@ -89,7 +89,7 @@ def load(step: Step) -> StepLoad:
 
 def by_simulator(asked: list[Asked], limits: ReplicaSettings) -> tuple[list[tuple[float, Items]], int]:
     names, made = BlockNames(limits.block_size), list[tuple[float, Items]]()
-    # A token is a part: the same tokens in a row are the same parts in a row.
+    # A token is a part: a sequence of equal tokens is a sequence of equal parts.
     arrivals = [Arrival(each.at, len(each.prompt), each.output_tokens, names.keys((token, 1) for token in each.prompt))
                 for each in asked]
 

@@ -1,4 +1,4 @@
-"""Following KV events over sockets: this engine's with snapshots, vLLM's with replays alone, and gaps in both."""
+"""Following KV events over sockets: this engine's with snapshots, vLLM's with replays only, and gaps in both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spillover.memory.kv.event_wire import END, GPU, SNAPSHOT, AllBlocksCleared,
 
 
 class Publisher:
-    """Publishes blocks named 1, 2, ...; answers as vLLM does, which takes any request for a sequence number, or knows
+    """Publishes blocks named 1, 2, ...; answers as vLLM does, which reads any request as a sequence number, or supports
     snapshots too."""
 
     def __init__(self, folder: Path, snapshots: bool, kept: int = 1000) -> None:
@@ -83,7 +83,7 @@ def test_a_mirror_is_whole_again_after_gaps_and_restarts(tmp_path: Path, snapsho
         publisher, index = Publisher(tmp_path, snapshots), PrefixIndex()
         index.add(0)
         for _ in range(5):
-            await publisher.publish()  # before anybody listens
+            await publisher.publish()  # before the subscription
         mirror = Mirror(index, 0)
         following = asyncio.create_task(Subscriber(mirror, *publisher.addresses).run())
         try:

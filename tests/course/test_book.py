@@ -1,4 +1,4 @@
-"""The book: contents, light and dark, what was measured and what was not, and nothing from the network."""
+"""The book: contents, light and dark, measured and missing results, and no requests to the network."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Week 5 with made-up results under its own names: nothing of its arms is in them, and the book must say so."""
+    """Write made-up results of week 5 under other names: none of its arms has results, and the book must say so."""
     folder = tmp_path_factory.mktemp("course")
     write_results(folder / "week05-cpu" / "prefix", ("device", "host", "slow"), (1, 2, 4), blocks=3,
                   name="week05-prefix")
@@ -128,7 +128,7 @@ def test_the_commands_list_check_and_report(results: Path, tmp_path: Path) -> No
 
 
 def test_a_week_is_run_once_and_goes_on_only_if_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The lab is replaced by one that leaves made-up results, a command by one that writes its JSON or fails."""
+    """The lab is replaced by one that writes made-up results, a command by one that writes its JSON or fails."""
     ran: list[str] = []
 
     def lab(_console: Any, experiment: Experiment, folder: Path, **_options: Any) -> None:
@@ -152,18 +152,18 @@ def test_a_week_is_run_once_and_goes_on_only_if_asked(monkeypatch: pytest.Monkey
     assert first.exit_code == 0, first.output
     assert len(ran) == 3
     assert "transformers is not installed" in first.output
-    assert first.output.count("holds: ") == 2  # of blocks; the made-up arms are not those of the week
+    assert first.output.count("holds: ") == 2  # for blocks; the made-up arms are not those of the week
     assert "checks: 2 holds, 0 does not hold, 1 undecided" in first.output
     assert (tmp_path / "book.html").is_file()
     assert runner.invoke(main, asked).exit_code == 0
-    assert len(ran) == 4  # what failed is tried again, what is done is not
+    assert len(ran) == 4  # a failed step is repeated, a completed one is not
     assert runner.invoke(main, [*asked, "--again"]).exit_code == 0
     assert len(ran) == 7
     cut = runner.invoke(main, [*asked, "--again", "--limit", "0s"])
     assert cut.exit_code == 0, cut.output
     count = len(ran)
     assert runner.invoke(main, asked).exit_code == 0
-    assert len(ran) == count + 2  # the experiment that was cut, and the command that fails
+    assert len(ran) == count + 2  # the interrupted experiment, and the failing command
 
 
 def test_a_browser_shows_it_in_light_and_dark_and_asks_nobody(text: str, tmp_path: Path) -> None:

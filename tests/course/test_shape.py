@@ -1,4 +1,4 @@
-"""Expectations are held against results that are made up, so that it is known which of them must hold."""
+"""Expectations are checked against made-up results, for which it is known which of them hold."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def side(left: str, right: str, at_least: float, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`host` is 1.6 times as fast as `device`, `slow` 0.7 times; `warm` fails a gate, `vllm` was skipped."""
+    """Make `host` 1.6 times as fast as `device`, `slow` 0.7 times; `warm` fails a gate, `vllm` was skipped."""
     folder = tmp_path_factory.mktemp("course")
     write_results(folder / "week01-cpu" / "load", rates=(), blocks=6)
     (folder / "week01-cpu" / "latency.json").write_text(json.dumps({"results": [
@@ -75,11 +75,11 @@ def test_what_does_not_count_or_is_not_there_decides_nothing(results: Path, left
     found = outcome(results, side(left, "device", 1))
     assert found.outcome == UNDECIDED
     assert told in found.text
-    assert ("which does not count" in found.text) == (left == "warm")  # its numbers are told all the same
+    assert ("which does not count" in found.text) == (left == "warm")  # its numbers are printed nevertheless
 
 
 def test_arms_of_two_engines_decide_nothing(results: Path) -> None:
-    """The numbers of `host` are there as another engine's: what is the same and what is not is no week's subject."""
+    """Results of `host` from another engine decide nothing, because no week compares engines."""
     (results / "week01-cpu-vllm").mkdir(exist_ok=True)
     if not (results / "week01-cpu-vllm" / "load").exists():
         (results / "week01-cpu-vllm" / "load").symlink_to(results / "week01-cpu" / "load")
@@ -195,7 +195,7 @@ def test_a_table_has_a_line_per_arm_and_says_what_is_missing(results: Path) -> N
         return found
 
     assert cell(busy, "host").median == pytest.approx(83, abs=3)
-    assert "GPU" not in " ".join(busy.notes)  # another value stands in for it
+    assert "GPU" not in " ".join(busy.notes)  # another value replaces it
     assert [name for name, _ in blocks.rows] == ["device", "host", "warm", "slow"]
     assert cell(blocks, "host").values == (96.0,)
     assert "vllm is not installed" in " ".join(blocks.notes)

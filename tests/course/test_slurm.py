@@ -1,4 +1,4 @@
-"""Job files for Slurm, run by bash with programs in the place of Slurm's and Ray's that say how they were called."""
+"""Job files for Slurm, run by bash with fake programs of Slurm and Ray that log their calls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from spillover.course.week import load_week
 from spillover.errors import SpilloverError
 from support.servers.running_server import until
 
-# `srun` runs what it is given, as on the node that it names. The head of Ray listens until it is ended; what it was
-# started for is then gone as well.
+# The fake `srun` runs its arguments, as on the node that it names. The fake head of Ray listens until it is stopped,
+# and with it the process that it serves.
 PROGRAMS = {
     "scontrol": 'echo "scontrol $*" >> "$CALLS"; printf "localhost\\nnode-2\\nnode-3\\n"',
     "srun": 'echo "srun $*" >> "$CALLS"; while [[ "$1" == --* ]]; do [[ "$1" != --nodelist=* ]] || '
@@ -34,7 +34,7 @@ PROGRAMS = {
 
 
 def run_job(folder: Path, text: str, job: int, nodes: int, **environment: str) -> tuple[int, str, list[str]]:
-    """Return a job's status, what it said and every call."""
+    """Return a job's status, its output and all logged calls."""
     programs, calls = folder / "programs", folder / "calls"
     programs.mkdir()
     for name, body in PROGRAMS.items():
@@ -51,7 +51,7 @@ def run_job(folder: Path, text: str, job: int, nodes: int, **environment: str) -
 
 
 def free_job() -> tuple[int, int]:
-    """Return a job's number whose port nobody has, and the port."""
+    """Return a job number whose port is free, and the port."""
     job = next(job for job in range(4_001, 4_100) if not taken(20_000 + job))
     return job, 20_000 + job
 
@@ -77,7 +77,7 @@ def test_a_job_file_is_bash_and_asks_for_what_the_week_needs(nodes: int) -> None
 def test_the_nodes_of_a_job_become_a_cluster_and_leave_with_the_command(tmp_path: Path) -> None:
     job, port = free_job()
     status, said, calls = run_job(tmp_path, job_file(load_week(9), "gpu", "spill course run 9 --ray", 3), job, 3)
-    assert status == 7, said  # the command's own
+    assert status == 7, said  # the status of the command
     assert calls[0] == "scontrol show hostnames cluster-[1-3]"
     started = [call for call in calls if call.startswith("ray ")]
     assert started[0].startswith(f"ray start --head --port={port} --num-cpus=4 ")
@@ -85,7 +85,7 @@ def test_the_nodes_of_a_job_become_a_cluster_and_leave_with_the_command(tmp_path
     assert sorted(call.rpartition(" on ")[2] for call in started[1:]) == ["node-2", "node-3"]
     assert all(call.startswith(f"ray start --address=localhost:{port} ") for call in started[1:])
     assert calls[-1] == f"spill course run 9 --ray at localhost:{port} with 64"
-    until(lambda: not taken(port))  # the head has been ended
+    until(lambda: not taken(port))  # the head was stopped
 
 
 def test_without_ray_on_the_head_the_job_ends_with_a_sentence(tmp_path: Path) -> None:

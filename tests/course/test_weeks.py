@@ -1,4 +1,4 @@
-"""Every week can be run as it is written, asks for the document's whole table, and names files that exist."""
+"""Every week runs as written, reports the document's whole table, and names files that exist."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_its_experiments_can_be_run(week: Week, step: Any, scale: str) -> None:
 
 @each_week
 def test_what_it_reads_is_measured(week: Week) -> None:
-    """Every arm, workload, metric and key that a value names is one that the step has."""
+    """Every arm, workload, metric and key that a value names exists in the step."""
     for scale in SCALES:
         made = {step.name: make_experiment(week, step, scale) for step in week.experiments if scale in step.scales}
         sides = [side for each in week.expect if scale in each.scales for side in (each.left, each.right)]
@@ -137,7 +137,7 @@ def test_all_weeks_together_stay_below_two_hours_on_a_cpu() -> None:
                                             for week in ALL for step in week.experiments if "cpu" in step.scales])
 def test_nothing_stands_against_a_verdict_at_the_size_for_a_cpu(week: Week, step: Any) -> None:
     made = make_experiment(week, step, "cpu")
-    assert made.minimum_blocks >= 4  # fewer give intervals that decide nothing
+    assert made.minimum_blocks >= 4  # intervals from fewer blocks decide nothing
     assert foreseen(made, workload_stats(made)) == []
 
 
@@ -163,7 +163,7 @@ def test_flags_of_a_run_reach_every_arm_and_label_it() -> None:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a cache that the tests of this file share: a large tokenizer is written once."""
+    """Return a cache for all tests of this file: a large tokenizer is written once."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -183,7 +183,7 @@ def test_random_weights_have_a_text_for_words_of_the_vocabulary(kept: Path, monk
     drawn = random.Random(0).sample(range(1000, 128256), 500)
     text = tokenizer.decode(drawn)
     assert all(tokenizer.decode([token]).strip() for token in [*drawn, 128255])
-    assert tokenizer.encode(text).ids == drawn  # as long when it comes back, in the next turn of a chat
+    assert tokenizer.encode(text).ids == drawn  # the text encodes to the same length, as for the next turn of a chat
     assert random_tokenizer("llama-3.1-8b") == folder
     assert (folder / "tokenizer.json").stat().st_mtime_ns == written
     assert {made.name for made in folder.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
@@ -192,7 +192,7 @@ def test_random_weights_have_a_text_for_words_of_the_vocabulary(kept: Path, monk
 @pytest.mark.parametrize("week", [week for week in ALL if week.gpus == 1], ids=lambda week: str(week.number))
 def test_with_random_weights_a_week_for_gpus_needs_nothing_but_the_package(week: Week, tmp_path: Path, kept: Path,
                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # no data lies here
+    monkeypatch.chdir(tmp_path)  # a folder without data
     monkeypatch.setenv("SPILLOVER_CACHE", str(kept))
     flags = {"load-format": "dummy", "gpu-memory": "20GB"}
     for made in experiments(week, "gpu", flags=flags, prompts=6).values():

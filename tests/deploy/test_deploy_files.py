@@ -1,4 +1,4 @@
-"""What is in deploy/, by the tools that it is for: image, compose files, chart, unit, dashboard, alerts, flags."""
+"""The files of deploy/, checked with their own tools: image, compose files, chart, unit, dashboard, alerts, flags."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ALL_ON = {
 
 
 def tool(name: str) -> str:
-    """The program of that name in this environment, or on the path."""
+    """Return the path of a program in this environment, or in PATH."""
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
     assert found is not None, f"{name} is not installed"
@@ -54,7 +54,7 @@ def done(*command: str) -> str:
 
 
 def flags_of(file: Path) -> dict[str, Any]:
-    """What `spill serve --config FILE` would be called with; refused if a flag is unknown or has no such value."""
+    """Return the parameters of `spill serve --config FILE`; fail on unknown flags or invalid values."""
     with main.make_context("spill", ["serve"]) as outer:
         return serve.make_context("serve", ["--config", str(file)], parent=outer).params
 
@@ -99,7 +99,7 @@ def test_compose_waits_longer_than_the_server_drains() -> None:
     assert grace > flags["drain_seconds"] + flags["shutdown_delay_seconds"]
     assert flags["remote"] == "redis://valkey:6379"
     scraped = yaml.safe_load((DEPLOY / "compose" / "prometheus.yaml").read_text())
-    assert scraped["scrape_configs"][0]["job_name"] == "spillover"  # as the alerts have it
+    assert scraped["scrape_configs"][0]["job_name"] == "spillover"  # the name that the alerts use
 
 
 # The unit
@@ -141,7 +141,7 @@ def helm() -> str:
 
 
 def rendered(helm: str, folder: Path, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The chart's manifests by kind, each checked against Kubernetes' own schema."""
+    """Return the chart's manifests by kind, each checked against Kubernetes' own schema."""
     (folder / "values.yaml").write_text(yaml.safe_dump(values))
     text = done(helm, "template", "chat", str(CHART), "--namespace", "models", "-f", str(folder / "values.yaml"))
     manifests = [manifest for manifest in yaml.safe_load_all(text) if manifest]
@@ -182,7 +182,7 @@ def test_the_chart_renders_to_what_kubernetes_takes(helm: str, values: dict[str,
         return
     assert container["image"].endswith("-cuda")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
-    assert "replicas" not in made["Deployment/chat-spillover"]["spec"]  # KEDA's to say
+    assert "replicas" not in made["Deployment/chat-spillover"]["spec"]  # set by KEDA
     assert made["ScaledObject/chat-spillover"]["spec"]["maxReplicaCount"] == 7
     assert flags["disk"] == ("/var/lib/spillover/kv:50GB",)
     assert made["PodDisruptionBudget/chat-spillover"]["spec"]["maxUnavailable"] == 1
@@ -203,7 +203,7 @@ def test_the_chart_passes_its_linter_and_refuses_what_it_decides_itself(helm: st
         assert "values don't meet the specifications of the schema" in ended.stderr
 
 
-# What is shown and told
+# Dashboard and alerts
 
 
 def test_panels_do_not_lie_over_each_other() -> None:

@@ -1,4 +1,4 @@
-"""Probes, named keys, phases of a trace and vLLM's metric names, without a server; and a collector that is away."""
+"""Probes, named keys, phases of a trace and vLLM's metric names, without a server; and an unavailable collector."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STATES: dict[str, dict[str, Any]] = {
     "restarting": {"ready": False, "engine_state": "dead", "trouble": "it died"},
     "given up": {"ready": False, "engine_state": "dead", "trouble": "it died", "gave_up": True},
 }
-ANSWERS = {  # of live, started, ready
+ANSWERS = {  # statuses of live, started, ready
     "loading": (200, 503, 503), "ready": (200, 200, 200), "asleep": (200, 200, 503), "hung": (200, 200, 503),
     "restarting": (200, 200, 503), "given up": (503, 200, 503),
 }
@@ -97,7 +97,7 @@ def test_connections_are_kept_until_the_last_request_has_ended_or_a_second_signa
         (stop.hurried if hurried else ended).set()
         while not server.should_exit:
             await asyncio.sleep(0)
-        assert not leaving.done()  # until the connections are closed
+        assert not leaving.done()  # not before the connections are closed
         http.set_result(None)
         await leaving
         return bool(server.force_exit)
@@ -109,7 +109,7 @@ def test_connections_are_kept_until_the_last_request_has_ended_or_a_second_signa
 def test_systemd_is_told_and_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = str(tmp_path / "notify")
     monkeypatch.setenv("NOTIFY_SOCKET", address)
-    notify("READY=1")  # nobody is there
+    notify("READY=1")  # there is no listener
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
         heard.bind(address)
         heard.settimeout(10)
@@ -225,7 +225,7 @@ def test_a_collector_that_is_away_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
                                                   caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
     registry = CollectorRegistry()
-    with socket.socket() as silent:  # takes connections and never answers
+    with socket.socket() as silent:  # accepts connections and never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         port = silent.getsockname()[1]
@@ -254,7 +254,7 @@ def test_a_collector_that_is_away_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
         asyncio.run(asyncio.wait_for(many(), 60))
         assert len({dict(message["headers"])[b"traceparent"] for message in sent}) == 2501
         traces.close(0.1)
-        assert "spillover-traces" in {thread.name for thread in threading.enumerate()}  # still at it, and left alone
+        assert "spillover-traces" in {thread.name for thread in threading.enumerate()}  # still sending; not awaited
     assert "Traceback" not in caplog.text
 
 

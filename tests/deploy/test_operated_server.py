@@ -1,4 +1,4 @@
-"""One server with all that an operator turns on: keys with names, traces, vLLM's metric names, an orderly end."""
+"""One server with all options of an operator: named keys, traces, vLLM's metric names, an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CONFIG = {
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "rms_norm_eps": 1e-6,
     "max_position_embeddings": 512, "eos_token_id": 3, "torch_dtype": "float32", "tie_word_embeddings": True,
 }
-LENGTH = 130  # tokens of a prompt: eight blocks of 16 and a bit
+LENGTH = 130  # tokens of a prompt: eight full blocks of 16, and two tokens
 BLOCK_BYTES = 16 * 2 * 2 * 16 * 4  # tokens, layers, K and V, width, float32
 KEYS = {"alice": "a-secret-of-alice", "bob": "a-secret-of-bob"}
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-# What Prometheus adds, or makes itself.
+# Labels and metrics that Prometheus adds.
 SCRAPE_LABELS = {"job", "instance", "namespace", "pod", "container"}
 SCRAPE_METRICS = {"up"}
 
@@ -74,7 +74,7 @@ def ask(server: Server, start: int, key: str = KEYS["alice"], **fields: Any) -> 
 
 
 def scraped(server: Server) -> dict[str, list[dict[str, str]]]:
-    """Names of samples in /metrics, with the labels of each."""
+    """Return the names of samples in /metrics, with the labels of each."""
     text = server.http().get("/metrics").text
     found: dict[str, list[dict[str, str]]] = {}
     for family in text_string_to_metric_families(text):
@@ -91,7 +91,7 @@ def value(server: Server, name: str, **labels: str) -> float:
 
 
 def spans_of(collector: Collector, answer: httpx.Response) -> dict[str, list[Span]]:
-    """The spans below that of an HTTP request, and itself, by name."""
+    """Return the span of an HTTP request and all spans below it, by name."""
     _, trace, root, _ = answer.headers["traceparent"].split("-")
     until(lambda: any(span.id == root for span in collector.of_trace(trace)), 20)
     spans = collector.of_trace(trace)
@@ -235,7 +235,7 @@ def test_gateways_find_vllms_names_with_the_device_tier_alone(server: Server) ->
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Every query of the alerts, of the chart and of the dashboard, with where it stands."""
+    """Yield every query of the alerts, the chart and the dashboard, with its place."""
     for group in yaml.safe_load((DEPLOY / "observability" / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
             yield rule["alert"], rule["expr"]
@@ -253,7 +253,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 def selected(query: str) -> Iterator[tuple[str, set[str]]]:
-    """Metrics of a query, each with the labels that the query asks of it or groups it by."""
+    """Yield the metrics of a query, each with the labels by which the query filters or groups it."""
     def walk(node: Any, grouped: frozenset[str]) -> Iterator[tuple[str, set[str]]]:
         match node:
             case promql_parser.VectorSelector():
@@ -294,11 +294,11 @@ def test_every_query_of_dashboard_and_alerts_finds_its_metric(server: Server) ->
     assert asked > 40
 
 
-# The end
+# Shutdown
 
 
 def test_readiness_falls_first_and_requests_are_taken_until_the_delay_is_over(server: Server) -> None:
-    """The last test of this file: it ends the server, with a signal first and a second one instead of the delay."""
+    """Requests are accepted during the delay; last test of the file, as a second signal ends delay and server."""
     with server.http() as http:
         assert [http.get(f"/{probe}").status_code for probe in ("livez", "readyz", "ready", "startupz")] == [200] * 4
         server.process.send_signal(signal.SIGTERM)

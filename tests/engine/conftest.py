@@ -1,3 +1,3 @@
-"""A remote store for the tests of this folder that want one."""
+"""A remote store for the tests of this folder that need one."""
 
 from support.valkey import valkey, valkey_program  # noqa: F401

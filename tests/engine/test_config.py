@@ -1,4 +1,4 @@
-"""Engine flags of the KV tiers: other people's spellings are taken, contradictions are answered in one sentence."""
+"""Engine flags of the KV tiers: other engines' spellings are accepted, contradictions are rejected in one sentence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_vllms_spellings_become_ours() -> None:
 
 
 def test_a_settled_config_can_be_settled_again() -> None:
-    """The planner replaces fields, and a config goes over the wire to the engine's process."""
+    """A processed config can be processed again, as when the planner replaces fields or it is sent to the engine."""
     config = EngineConfig(kv_offloading_size=2, disk="/a:1GB", spill_dtype="fp8_e4m3")
     assert dataclasses.replace(config, max_model_len=8) == dataclasses.replace(config, max_model_len=8)
     assert EngineConfig(**dataclasses.asdict(config)) == config

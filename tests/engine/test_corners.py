@@ -1,4 +1,4 @@
-"""Legal but unusual: twins, sequences at the edge of all memory, tiers that hang, steps that fail, two readers."""
+"""Legal but unusual: equal prompts, sequences as long as all memory, hanging tiers, failing steps, two readers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LLAMA = {
     "rope_theta": 10000, "max_position_embeddings": 4096, "tie_word_embeddings": False, "hidden_act": "silu",
     "eos_token_id": 2, "torch_dtype": "float32",
 }
-BLOCK_BYTES = 8192  # of 16 tokens
+BLOCK_BYTES = 8192  # of a block of 16 tokens
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def greedy(tokens: int, **more: Any) -> SamplingParams:
 
 
 def begin(llm: LLM, prompt: list[int], tokens: int, priority: int = 0) -> Answer:
-    """Nobody waits for the answer: the test makes the steps itself."""
+    """Start a request without waiting for its answer: the test runs the steps itself."""
     answer = llm._answer(prompt, greedy(tokens), priority, None)
     for request in answer.requests:
         llm.engine.scheduler.add(request)
@@ -65,7 +65,7 @@ def drawn(seed: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("below", [{}, {"host_memory": str(32 * BLOCK_BYTES)}], ids=["device", "host"])
 def test_one_of_two_equal_prompts_may_grow_to_the_last_block(folder: str, below: dict[str, str]) -> None:
-    """Both computed the prompt, and the tree kept the blocks of the one that has ended."""
+    """Of two equal prompts computed separately, one may grow although the tree kept the finished one's blocks."""
     prompt = list(range(3, 68))
     with made(folder, num_gpu_blocks_override=16, max_num_batched_tokens=256, **below) as llm:
         outputs = llm.generate([prompt, prompt], [greedy(1), greedy(180)], use_tqdm=False)
@@ -75,7 +75,7 @@ def test_one_of_two_equal_prompts_may_grow_to_the_last_block(folder: str, below:
 
 @pytest.mark.parametrize("host_blocks", [16, 20, 32])
 def test_a_length_that_is_planned_is_reached(folder: str, host_blocks: int) -> None:
-    """Blocks move to host memory sixteen at a time, and what is less than that does not count."""
+    """The planned maximum length is reached; host memory counts in whole groups of sixteen blocks."""
     flags = {"num_gpu_blocks_override": 32, "host_memory": str(host_blocks * BLOCK_BYTES)}
     longest = (32 + host_blocks // 16 * 16) * 16
     with pytest.raises(PlanError, match=f"at most {longest:,} tokens fit"):
@@ -103,7 +103,7 @@ def test_a_sequence_may_outgrow_the_device_after_a_restore(folder: str) -> None:
 
 def test_a_request_that_ends_between_steps_is_told_of(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with made(folder, num_gpu_blocks_override=32, max_model_len=1024, host_memory=str(32 * BLOCK_BYTES)) as llm:
-        monkeypatch.setattr(llm.engine.scheduler.connector, "offload", lambda *_: False)  # host memory has gone
+        monkeypatch.setattr(llm.engine.scheduler.connector, "offload", lambda *_: False)  # no room in host memory
         request = begin(llm, drawn(0, 200), 800).requests[0]
         told: list[object] = []
         while llm.engine.has_work:
@@ -115,7 +115,7 @@ def test_a_request_that_ends_between_steps_is_told_of(folder: str, monkeypatch: 
 
 @pytest.mark.parametrize("first", ["important", "other"])
 def test_the_less_important_is_preempted(folder: str, first: str) -> None:
-    """Also where both want a block in the same step."""
+    """The less important request is preempted, also if both need a block in the same step."""
     prompts = {"important": list(range(3, 63)), "other": list(range(103, 163))}
     order = ["important", "other"] if first == "important" else ["other", "important"]
     with made(folder, num_gpu_blocks_override=17, schedule_policy="priority") as llm:
@@ -205,7 +205,7 @@ def test_a_failed_step_leaves_nothing_open(folder: str, tmp_path: Path, monkeypa
     with pytest.raises(SpilloverError, match=r"failed in a step.*RuntimeError: an illegal access"):
         llm.generate([[5, 6]], greedy(3), use_tqdm=False)
     llm.close()
-    with made(folder, **flags) as again:  # the folder is free, and has what was computed before
+    with made(folder, **flags) as again:  # the folder is unlocked, and has the blocks computed before
         assert again.generate([drawn(0, 100)], greedy(2), use_tqdm=False)[0].sources.disk > 0
 
 
@@ -224,7 +224,7 @@ def test_a_result_does_not_wait_for_the_step_behind_it(folder: str, monkeypatch:
             if begun == 1:
                 assert both_launched.wait(10)
             else:
-                assert not first._outcome.done()  # the host would take the interpreter from this step
+                assert not first._outcome.done()  # otherwise the host would take the interpreter from this step
             if begun == 2 and fails:
                 raise RuntimeError("an illegal access")
             hidden = forward(*arguments)
@@ -235,7 +235,7 @@ def test_a_result_does_not_wait_for_the_step_behind_it(folder: str, monkeypatch:
         begin(llm, drawn(0, 20), 2)
         first, second = (runner.launch(llm.engine.scheduler.schedule()) for _ in range(2))
         both_launched.set()
-        first._outcome.result(10)  # rather than wait for ever
+        first._outcome.result(10)  # with a timeout, rather than wait forever
         assert first.result().token_ids == [(expected[0],)]
         first_read.set()
         if fails:
@@ -253,7 +253,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_others_ask_for(folder: str) -
     with made(folder) as llm:
         alone = llm.generate(prompts[0], seeded, use_tqdm=False)[0].outputs[0].token_ids
         assert alone != llm.generate(prompts[0], greedy(12), use_tqdm=False)[0].outputs[0].token_ids
-        for others in ([beside[0]], beside[:2], beside[1:], [beside[3]]):  # by temperature alone, or not
+        for others in ([beside[0]], beside[:2], beside[1:], [beside[3]]):  # all sampled by temperature alone, or not
             together = llm.generate(prompts[:1 + len(others)], [seeded, *others], use_tqdm=False)
             assert together[0].outputs[0].token_ids == alone
 
@@ -284,7 +284,7 @@ def test_who_waits_for_room_is_not_put_off_by_those_who_decode(folder: str, tmp_
     with made(folder, num_gpu_blocks_override=420, max_model_len=1600, block_size=8, host_memory=str(60 * 4096),
               disk=(f"{tmp_path / 'kv'}:20MB",), max_num_batched_tokens=256, max_num_seqs=8) as llm:
         slow.set()
-        for seed in range(8):  # the pool is full of prefixes, and host memory of what the disk has not got yet
+        for seed in range(8):  # fills the pool with prefixes, and host memory with blocks not yet on the disk
             answer = begin(llm, drawn(seed, 400), 2)
             while not answer.finished:
                 step(llm)

@@ -1,4 +1,4 @@
-"""The runner for CUDA, with its kernels in Triton's interpreter, gives the tokens of the plain one, step by step."""
+"""The runner for CUDA, with its kernels in Triton's interpreter, gives the plain runner's tokens, step by step."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def generate(folder: Path, prompts: list[list[int]], params: list[SamplingParams
 
 
 class PaddedSteps:
-    """As graphs, every step has the size of the largest of its kind; but it is run, not replayed. Its arrays lie where
-    they lay in the step of that key before."""
+    """A substitute for CUDA graphs: steps have the largest size of their kind, but are run, not replayed. The offsets
+    of the arrays must be those of earlier steps with the same key."""
 
     sizes = (1, 4)
     prompt_sizes = (8, 16)
@@ -72,7 +72,7 @@ class PaddedSteps:
 
 
 def use_the_device(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """From now on the engine has the other runner and its kernels; returns what each step was prepared as."""
+    """Make the engine use the CUDA runner and its kernels; return the list of prepared steps, which grows."""
     steps: list[Any] = []
 
     class Watched(CudaRunner):
@@ -97,7 +97,7 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def check_templates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on what a template sends is held against the same step written as any other; returns their rows."""
+    """Compare each step sent by a template with the same step written as usual; return the list of their rows."""
     rows: list[int] = []
     writers: list[StepWriter] = []
     sent, made = DecodeInputs.send, StepWriter._template
@@ -116,7 +116,7 @@ def check_templates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         offsets, _ = writer.write(items, template.offsets.shape, result_row)
         assert offsets == template.offsets
         pinned, buffer = inputs.pinned, inputs.buffer
-        inputs.begin()  # back to the buffer before
+        inputs.begin()  # returns to the previous buffer
 
         def both(at: int, count: int, dtype: Any = np.int32) -> tuple[Any, Any]:
             return found[at:at + count * np.dtype(dtype).itemsize].view(dtype), pinned.array(buffer, at, count, dtype)
@@ -143,7 +143,7 @@ def check_templates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_tokens_and_logprobs_are_those_of_the_plain_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunked prompts beside decodes, two kinds of layers, preemption, and every way to sample."""
+    """Results are equal for chunked prompts batched with decodes, two layer groups, preemption, all sampling."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     rng = random.Random(0)
     prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 30))] for _ in range(6)]
@@ -155,7 +155,7 @@ def test_tokens_and_logprobs_are_those_of_the_plain_runner(tmp_path: Path, monke
         SamplingParams(temperature=0, max_tokens=4, repetition_penalty=1.3, ignore_eos=True),
         SamplingParams(temperature=0.5, seed=5, max_tokens=8, ignore_eos=True),
     ]
-    flags = {"num_gpu_blocks_override": 14}  # too few for all: some are preempted
+    flags = {"num_gpu_blocks_override": 14}  # too few blocks for all, so some requests are preempted
     expected = generate(tmp_path, prompts, params, **flags)
     steps = use_the_device(monkeypatch)
     rows = check_templates(monkeypatch)
@@ -176,7 +176,7 @@ def test_tokens_and_logprobs_are_those_of_the_plain_runner(tmp_path: Path, monke
 
 
 def test_verified_drafts_are_those_of_the_plain_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts beside decodes and prompts, in graphs that sample and in those that leave it to others."""
+    """Verified drafts are equal in batches with decodes and prompts, in graphs with sampling and without."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     prompts = [[5, 6] * 6, [7, 8, 9] * 5, [1, 2, 3], [4] * 9, [9, 9, 8] * 3]
     params = [
@@ -199,7 +199,7 @@ def test_verified_drafts_are_those_of_the_plain_runner(tmp_path: Path, monkeypat
 
 def test_drafts_of_a_second_runner_are_those_of_the_plain_runner(tmp_path: Path,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of the layers drafts in the blocks of the requests, several steps ahead of the host."""
+    """A copy of the layers drafts in the requests' blocks, several steps ahead of the host, with equal results."""
     config = {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     rng = random.Random(6)
@@ -218,8 +218,8 @@ def test_drafts_of_a_second_runner_are_those_of_the_plain_runner(tmp_path: Path,
 
 def test_drafts_of_a_draft_model_are_those_of_the_plain_runner(tmp_path: Path,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second model drafts in blocks of its own: it computes the prompt first, and after a draft that was accepted
-    whole two tokens in one step."""
+    """A draft model with its own blocks gives equal results: it first computes the prompt, and two tokens in one step
+    after a fully accepted draft."""
     config = {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [3, 4]]
@@ -234,8 +234,8 @@ def test_drafts_of_a_draft_model_are_those_of_the_plain_runner(tmp_path: Path,
 
 
 def test_drafts_of_a_head_are_those_of_the_plain_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head drafts in a layer of the model's blocks: behind a chunked prompt and a prefix that was found, and for some
-    requests fewer tokens than for others. The device keeps the drafts, but while a request's penalties need them."""
+    """A head that drafts in a layer of the model's blocks gives equal results after a chunked prompt and a prefix hit,
+    with drafts of different lengths. Drafts stay on the device unless a request's penalties need them."""
     head = {**MODEL, "num_hidden_layers": 1, "use_sliding_window": False, "draft_vocab_size": 61, "num_attention_heads":
             4, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
     for name, config in (("model", MODEL), ("head", head)):
@@ -294,7 +294,7 @@ def test_a_few_new_tokens_are_attended_piece_by_piece(tmp_path: Path, monkeypatc
 
 
 def attended_by_pieces(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Let short sequences be attended as long ones; returns the new tokens of requests that were, as they come."""
+    """Process short sequences in pieces, as long ones are; return a set that collects their numbers of new tokens."""
     seen: set[int] = set()
     cut = ordered_splits.short_chunk_splits
 
@@ -318,7 +318,7 @@ def test_graphs_can_be_captured_on_padding_alone(tmp_path: Path, monkeypatch: py
 
 
 def test_slots_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many more requests than slots, one after the other and some at once."""
+    """Slots are freed: many more requests than slots run, one after another and some at once."""
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 1, "use_sliding_window": False}))
     use_the_device(monkeypatch)
     prompts = [[token, 1, 2] for token in range(12)]
@@ -388,7 +388,7 @@ def test_a_prompts_graph_is_captured_the_second_time_its_size_is_met(monkeypatch
     for key in (moving[0], moving[0], moving[1], moving[1]):
         book.run(key, lambda: torch.zeros(1))
     assert captured == [decode, prompt, *moving]
-    assert set(book._captured) == {decode, prompt, moving[1]}  # where weights lay before is of no more use
+    assert set(book._captured) == {decode, prompt, moving[1]}  # graphs for earlier addresses of weights are discarded
     assert book.prompt_size(33) == 48
     assert book.prompt_size(1024) == 1024
     assert book.prompt_size(1025) is None

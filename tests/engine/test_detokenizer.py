@@ -1,4 +1,4 @@
-"""Deltas add up to what decoding everything at once gives, and stop strings end the text wherever tokens break."""
+"""Deltas add up to the text decoded at once, and stop strings end the text wherever tokens break."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def sentencepiece() -> Tokenizer:
-    """As Llama 2 and Mistral have it."""
+    """Return a tokenizer like those of Llama 2 and Mistral."""
     return spaced(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
                                      decoders.Strip(" ", 1, 0)]))
 
@@ -60,7 +60,7 @@ TOKENIZERS = [byte_level, sentencepiece, metaspace]
 
 
 def random_ids(tokenizer: Tokenizer, rng: random.Random, length: int) -> list[int]:
-    """Noise, runs of bytes that make characters (or nearly), specials, and ids that no token has."""
+    """Return noise, runs of bytes that form characters (or nearly), special tokens, and ids without a token."""
     letters = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1}
     ids: list[int] = []
     while len(ids) < length:
@@ -105,7 +105,7 @@ def test_after_a_prompt_the_text_continues_the_prompts(make: Callable[[], Tokeni
     ids = random_ids(tokenizer, rng, rng.randint(1, 40))
     whole = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
     if before.endswith("�") or not whole.startswith(before):
-        return  # the output completes, or breaks, the prompt's last character; below
+        return  # the output completes, or breaks, the prompt's last character; tested below
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, SamplingParams(skip_special_tokens=skip))
     text = "".join(map(detokenizer.append, ids)) + detokenizer.flush()
     assert before + text == whole
@@ -145,7 +145,7 @@ def test_without_detokenize_there_is_no_text() -> None:
 
 
 def reference_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Letter by letter: the stop string that is complete first."""
+    """Return the text up to the stop string that is completed first, found letter by letter."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -162,7 +162,7 @@ def test_a_stop_string_is_found_across_any_pieces(pieces: list[str], stops: list
     text = ""
     for piece in pieces:
         text += finder.append(piece)
-        assert expected.startswith(text)  # nothing is shown that has to be taken back
+        assert expected.startswith(text)  # text is never shown and then retracted
     assert (text + finder.flush(), finder.matched) == (expected, stop)
 
 
@@ -217,7 +217,7 @@ def test_no_stop_before_min_tokens() -> None:
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
-    """Also where every token leaves a character open, and where the text is all U+FFFD."""
+    """The cost per token is constant, also if every token leaves a character incomplete or the text is all U+FFFD."""
     tokenizer = byte_level()
     byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     patterns = [tokenizer.encode("Hello world, "), [byte[b"\xf0"]], [byte[b"\xe4"], byte[b"\xbd"]],

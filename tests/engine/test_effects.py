@@ -1,4 +1,4 @@
-"""A flag is never measured as another: misspelt policies are refused under every plan, idle flags are told."""
+"""A flag never acts as another one: misspelt policies are rejected under every plan, unused flags are reported."""
 
 from __future__ import annotations
 

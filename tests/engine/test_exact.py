@@ -1,4 +1,4 @@
-"""The engine's greedy tokens are those of Hugging Face transformers, for every architecture, whatever the schedule."""
+"""The engine's greedy tokens are those of Hugging Face transformers for every architecture and schedule."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Case:
     prompts: list[list[int]]
     lengths: list[int]
     expected: list[list[int]]
-    longest: list[list[int]]  # 64 tokens of the first two prompts
+    longest: list[list[int]]  # 64 tokens for each of the first two prompts
 
 
 def make_prompts(rng: random.Random) -> list[list[int]]:
-    """32 prompts of 1 to 90 tokens, half of them beginning alike."""
+    """Return 32 prompts of 1 to 90 tokens; half of them share a prefix."""
     shared = [rng.randrange(VOCAB) for _ in range(40)]
     prompts = []
     for index in range(32):

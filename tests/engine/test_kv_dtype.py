@@ -1,4 +1,4 @@
-"""KV in a byte a value on the device, and sequences longer than it: the same tokens however they were computed."""
+"""Device KV with one byte per value, and sequences longer than the pool: the same tokens however they are computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def params(length: int, **options: Any) -> SamplingParams:
 
 
 def scores(output: RequestOutput) -> list[tuple[int, float]]:
-    """The tokens with their log probabilities, which show a single bit that differs."""
+    """Return the tokens with their log probabilities, in which a difference of a single bit is visible."""
     drawn, rows = output.outputs[0].token_ids, output.outputs[0].logprobs
     assert rows is not None
     return [(token, row[token].logprob) for token, row in zip(drawn, rows, strict=True)]
@@ -73,7 +73,7 @@ def test_a_block_takes_a_byte_a_value_and_a_scale_a_token(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_of_the_default_model_stays_near(kind: str) -> None:
-    """Log probabilities of a text under a quantised cache, beside those under a full one."""
+    """Log probabilities of a text under a quantised cache stay close to those under a full one."""
     resolve(None)
     text = "The steam engine changed how people worked, travelled and lived. It turned heat into motion, and " * 3
     found = []
@@ -92,7 +92,7 @@ def test_text_of_the_default_model_stays_near(kind: str) -> None:
 @pytest.mark.parametrize("block_size", [8, 16, 24])
 def test_a_sequence_longer_than_the_pool_has_the_same_bits(block_size: int, kind: str, in_place: bool, tmp_path: Path,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read where they lie in host memory, and through the stage, as they are when a device cannot do that."""
+    """The bits are equal for blocks read in place in host memory, and for blocks copied through the stage."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     rng = random.Random(block_size)
     prompts = [[rng.randrange(300) for _ in range(length)] for length in (1100, 90, 1700)]

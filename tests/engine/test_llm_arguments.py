@@ -1,4 +1,4 @@
-"""What cannot be asked of an `LLM` is answered with a sentence that says what to pass."""
+"""Invalid arguments of an `LLM` are rejected with a message that says what to pass."""
 
 from __future__ import annotations
 

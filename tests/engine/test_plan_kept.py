@@ -1,4 +1,4 @@
-"""What a process holds stays within its plan, also where the model is tiny and the process is nearly all of it."""
+"""A process's memory stays within its plan, also if the model is tiny and the process itself takes nearly all of it."""
 
 from __future__ import annotations
 

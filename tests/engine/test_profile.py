@@ -1,4 +1,4 @@
-"""A profile says where the time of a step went, all of it, and changes nothing."""
+"""A profile accounts for all of a step's time and does not affect the step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def attention_half(product: str, attention: str) -> list[tuple[str, str]]:
     BEGIN + 2 * [*attention_half("_gemv", "_ordered_decode"),
                  ("_add_rms_norm", "norms"), ("_gemv", "gate_up"), ("_gemv", "down")]
     + [("_add_rms_norm", "norms"), ("_gemv", "head"), *END],
-    # many rows of cuBLAS, where a product may be two kernels
+    # many rows with cuBLAS, where a product may be two kernels
     BEGIN + 2 * [*attention_half("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "_ordered_prefill"),
                  ("void cublasLt::splitKreduce_kernel<32, 16, int>", "o"), ("_add_rms_norm", "norms"),
                  ("nvjet_tst_128x64", "gate_up"), ("_gate", "activation"), ("sm90_xmma_gemm_bf16bf16", "down"),
@@ -52,20 +52,20 @@ def attention_half(product: str, attention: str) -> list[tuple[str, str]]:
     BEGIN + 2 * [("_add_rms_norm_few_rows", "qkv"), ("attention_few", "attention"), ("_few_rows_ahead", "o"),
                  ("_add_rms_norm_few_rows", "gate_up"), ("_few_rows_ahead", "down")]
     + [("_add_rms_norm", "norms"), ("_few_rows", "head"), *END],
-    # a prefill step that samples nothing
+    # a prefill step without sampling
     BEGIN + attention_half("_described", "_ordered_prefill")
     + [("_add_rms_norm", "norms"), ("_described", "gate_up"), ("_described", "down"), ("_add_rms_norm", "norms")],
     # the same, multiplied in CUDA C++
     BEGIN + attention_half("ordered_gemm", "_ordered_prefill")
     + [("_add_rms_norm", "norms"), ("ordered_gemm", "gate_up"), ("_gate", "activation"), ("ordered_gemm", "down"),
        ("_add_rms_norm", "norms")],
-    # a mixture, few tokens, and sampling with torch's kernels
+    # a mixture, few tokens, sampled by torch's kernels
     BEGIN + 2 * [*attention_half("_few_rows", "_ordered_decode"),
                  ("_add_rms_norm", "norms"), ("_few_rows", "router"), ("_route", "router"),
                  ("experts_gate_up_pairs", "experts"), ("experts_down_pairs", "experts")]
     + [("_add_rms_norm", "norms"), ("_few_rows", "head"), ("at::native::radixSortKVInPlace", "sampling"),
        ("_keep_likely", "sampling")],
-    # a mixture, many tokens, with experts that come from the host
+    # a mixture, many tokens, with experts fetched from the host
     BEGIN + attention_half("nvjet_tst_64x8", "_ordered_prefill")
     + [("_add_rms_norm", "norms"), ("nvjet_tst_64x8", "router"), ("_route", "router"), ("_resolve", "expert paging"),
        ("_gather_or_post", "expert paging"), ("_sort", "router"), ("experts_gate_up_tiles", "experts"),
@@ -95,7 +95,7 @@ def test_overlaps_count_once_copies_last_and_gaps_are_idle() -> None:
     first, second = device_steps(events, "cuda")
     assert [round(each * 1e6) for each in first.seconds] == [4, 4, 6, 2]
     assert (round(first.whole * 1e6), round(first.idle * 1e6)) == (18, 2)
-    assert [round(each * 1e6) for each in second.seconds] == [1, 6, 2]  # from the end of the step before
+    assert [round(each * 1e6) for each in second.seconds] == [1, 6, 2]  # from the end of the previous step
     assert (round(second.whole * 1e6), round(second.idle * 1e6)) == (12, 3)
 
 

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's end: the same numbers as of the whole prompt, over a prefix that may be cached."""
+"""Log probabilities of a prompt's end are those of the whole prompt, also after a cached prefix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_end_has_the_numbers_of_the_whole(llm: LLM, start: int) -> None:
     assert part.prompt_logprobs[:start] == [None] * min(start, len(IDS))
     assert part.prompt_logprobs[max(1, start):] == whole.prompt_logprobs[max(1, start):]
     assert part.outputs[0].token_ids == whole.outputs[0].token_ids
-    # What predicts the first scored token is always computed, and blocks are of 16 tokens.
+    # The token before the first scored one is always computed, and blocks have 16 tokens.
     assert part.sources.device == 16 * ((min(max(1, start), len(IDS)) - 1) // 16)
 
 

@@ -1,4 +1,4 @@
-"""A run written down as steps gives the same tokens when another process plays them, without a scheduler."""
+"""A run recorded as steps gives the same tokens when another process replays it, without a scheduler."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def params_of_all_kinds() -> list[SamplingParams]:
 
 
 def check_replay(folder: Path, device: str, **flags: Any) -> None:
-    """Chunked prompts beside decodes, two kinds of layers, shared prompts, preemption, and every way to sample."""
+    """Check a run with chunked prompts, two layer groups, shared prompts, preemption, and every way to sample."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(6)]
@@ -85,7 +85,7 @@ def test_a_runner_in_another_process_gives_the_same_tokens_on_a_gpu(tmp_path: Pa
 
 
 def test_draft_tokens_that_the_model_would_sample_are_accepted(tmp_path: Path) -> None:
-    """A verify step by hand: the tokens of plain decoding come out, whatever was drafted."""
+    """A verify step built by hand gives the tokens of plain decoding, whatever the draft."""
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "use_sliding_window": False}))
     prompt, params = [5, 6, 7, 8], SamplingParams(temperature=0.9, seed=3, max_tokens=8, ignore_eos=True)
     with LLM(str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True, block_size=8,

@@ -1,4 +1,4 @@
-"""A row's token depends on its own logits, parameters, seed and step alone, and has the distribution asked for."""
+"""A row's token depends only on its own logits, parameters, seed and step, and has the requested distribution."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def draw(logits: Tensor, rows: list[RowState]) -> list[int]:
 
 
 def support(logits: Tensor, params: SamplingParams, draws: int = 4000) -> set[int]:
-    """The tokens that can come out, for distributions whose smallest part is well above 1 / draws."""
+    """Return the tokens that can be drawn, for distributions whose smallest probability is well above 1 / draws."""
     return set(draw(logits.expand(draws, -1), [RowState(params, seed=0, step=i) for i in range(draws)]))
 
 
 def reference_draw(logits: Tensor, row: RowState) -> int:
-    """One row in plain Python: integers, loops and Python's own sort."""
+    """Draw for one row in plain Python: integers, loops and Python's own sort."""
     params, values = row.params, logits.clone()
     for token, bias in (params.logit_bias or {}).items():
         values[token] += bias
@@ -138,7 +138,7 @@ def test_tokens_are_those_of_a_plain_python_reference(data: st.DataObject) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_frequencies_are_the_probabilities(device: str) -> None:
-    """Chi-square over 20,000 steps of one seed, and over as many seeds' first step."""
+    """A chi-square test over 20,000 steps of one seed, and over the first step of as many seeds, passes."""
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5, -2.0], device=device)
     draws = 20_000
     for temperature in (0.7, 1.0, 1.5):
@@ -166,9 +166,9 @@ def test_filters_keep_what_transformers_keeps() -> None:
 def test_min_p_then_top_k_then_top_p_of_what_is_left() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05]]).log()
     assert support(logits, SamplingParams(top_p=0.72)) == {0, 1, 2}
-    assert support(logits, SamplingParams(top_k=3, top_p=0.72)) == {0, 1}  # 0.7 of the 0.85 that top-k left
+    assert support(logits, SamplingParams(top_k=3, top_p=0.72)) == {0, 1}  # 0.7 of the 0.85 that top-k keeps
     assert support(logits, SamplingParams(top_k=3, top_p=0.72, min_p=0.5)) == {0, 1}
-    assert support(logits, SamplingParams(min_p=0.5, top_p=0.5)) == {0}  # 4/7 of what min-p left
+    assert support(logits, SamplingParams(min_p=0.5, top_p=0.5)) == {0}  # 4/7 of what min-p keeps
     assert support(logits, SamplingParams(top_p=1e-9)) == {0}
 
 
@@ -186,7 +186,7 @@ def test_greedy_takes_the_first_of_equals_and_so_does_top_k_1(device: str) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_impossible_token_is_never_drawn(device: str) -> None:
-    """Not even where the random number is next to 1 or is 0, at either end of the vocabulary."""
+    """An impossible token is never drawn, even at either end of the vocabulary with a random number of 0 or near 1."""
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).to(device)
     logits[:, :10] = logits[:, -10:] = -torch.inf
     logits[:, 500:600] = -1e5
@@ -212,7 +212,7 @@ def test_rows_without_a_possible_token_do_not_break_the_others(device: str) -> N
 
 
 def test_shortcuts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few candidates instead of a sort, and chunks of rows instead of the whole batch."""
+    """Few candidates in place of a sort, and chunks of rows in place of the whole batch, give the same results."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.cat([torch.randn(6, 3000, generator=generator) * scale for scale in (0.01, 1, 5)])
     logits = logits.to(torch.bfloat16).float()
@@ -255,7 +255,7 @@ def test_end_tokens_are_forbidden_below_min_tokens() -> None:
 def test_a_mask_allows_only_its_tokens() -> None:
     logits = torch.arange(70.0).unsqueeze(0)
     mask = torch.zeros(3, dtype=torch.int32)
-    mask[0], mask[1] = -(1 << 31), 1 << 3  # tokens 31 and 35
+    mask[0], mask[1] = -(1 << 31), 1 << 3  # allows tokens 31 and 35
     rows = [RowState(SamplingParams(temperature=0), 0, 0, mask=mask), RowState(SamplingParams(temperature=0), 0, 0)]
     assert draw(logits.expand(2, -1), rows) == [35, 69]
     assert support(logits / 100, SamplingParams(), 50) - {31, 35} != set()
@@ -317,7 +317,7 @@ def test_random_numbers_depend_on_seed_and_step_and_fill_the_interval() -> None:
     assert all(0 <= number < 1 for number in numbers)
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.02
     assert uniform(2**64 + 5, 3) == uniform(5, 3)
-    assert uniform(42, 0) == 0.34329192209867343  # the same text tomorrow
+    assert uniform(42, 0) == 0.34329192209867343  # the number must not change between versions
 
 
 def test_token_ids_outside_the_vocabulary_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The scheduler without a model: whatever the order of admission, chunking and preemption, every request ends right."""
+"""The scheduler without a model: every request finishes correctly under any admission, chunking and preemption."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_request_that_does_not_fit_is_not_tried_again_while_nothing_changes(mo
 
 
 class HalfRight:
-    """Drafts the tokens that will come, some of them wrong."""
+    """Drafts the tokens that will follow, some of them replaced by wrong ones."""
 
     expected = None
     sequential = False
@@ -90,7 +90,7 @@ def test_every_request_gets_its_own_tokens_and_nothing_leaks(seed: int) -> None:
     windows = rng.choice([(None,), (None, 16), (24,), (None, 8, 8)])
     block_size = rng.choice([8, 16])
     engine = make_engine(
-        # few blocks force preemption, larger ones as much as small ones; one longest sequence must fit
+        # few blocks force preemption, with large blocks as with small ones; one longest sequence must fit
         num_blocks=rng.choice([16, 24, 64]) * len(windows) * 8 // block_size,
         block_size=block_size,
         windows=windows,
@@ -160,7 +160,7 @@ def test_every_request_gets_its_own_tokens_and_nothing_leaks(seed: int) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_drafts_take_only_what_nobody_else_needs(overlap: bool) -> None:
-    """In a pool that is just large enough drafts are cut short, and nobody is preempted for them."""
+    """In a pool that is just large enough drafts are shortened, and no request is preempted for them."""
     speculator = AdaptiveSpeculator(HalfRight(random.Random(1)), 12, adaptive=False)
     engine = make_engine(num_blocks=12, max_num_batched_tokens=20, watermark=0.0, overlap=overlap,
                          speculator=speculator)
@@ -182,7 +182,7 @@ def test_drafts_take_only_what_nobody_else_needs(overlap: bool) -> None:
 
 
 def test_random_scenarios_do_preempt_chunk_and_hit() -> None:
-    """The scenarios above reach what they are about, and the tokens are still right."""
+    """The random scenarios do preempt, chunk and hit the cache, and the tokens are still right."""
     engine = make_engine(num_blocks=16, max_num_seqs=8, max_num_batched_tokens=13, policy="fcfs", watermark=0.0)
     requests = [request(f"r{i}", [1] * 16 + [i + 1] * 4, max_tokens=40) for i in range(8)]
     for each in requests:

@@ -1,5 +1,5 @@
-"""Where prefixes order the queue, requests that come together compute what they share once, if it is most of what they
-have to compute."""
+"""If prefixes order the queue, requests that arrive together compute their shared prefix once, if it is most of what
+they have to compute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARED = [RNG.randrange(VOCAB) for _ in range(400)]
 
 def run(prompts: list[list[int]], num_blocks: int = 400, overlap: bool = True,
         fields: list[dict[str, Any]] | None = None, **config: Any) -> tuple[list[Request], int]:
-    """Return the requests, ended and right, and how many rows of prompts were computed."""
+    """Return the finished requests, with checked tokens, and the number of prompt rows computed."""
     options = {"policy": "lpm", "max_num_seqs": 16, "max_num_batched_tokens": 4096, "max_model_len": 1024, **config}
     engine = Engine(Scheduler(SchedulerConfig(num_groups=1, **options), KVCache(num_blocks, 8, (None,)),
                               NullConnector()), runner := SimulatedRunner(8, (None,)), overlap)
@@ -68,7 +68,7 @@ def test_who_shares_nothing_does_not_wait() -> None:
 
 @pytest.mark.parametrize(("shared", "length"), [(120, 8), (200, 320)])
 def test_it_is_not_worth_to_wait_for_little(shared: int, length: int) -> None:
-    """Less than 128 tokens, or less than half of what the request has to compute."""
+    """A request does not wait for less than 128 shared tokens, or less than half of what it has to compute."""
     _, rows = run(tails(4, shared, length))
     assert rows == 4 * (shared + length)
 
@@ -80,7 +80,7 @@ def test_salts_static_batches_and_scored_prompts_do_not_wait() -> None:
 
 
 def test_what_the_cache_has_is_not_waited_for() -> None:
-    """The short prompt is waited for; then what is left of the common beginning is too little."""
+    """Requests wait for the short prompt; then the rest of the shared prefix is too short to wait for."""
     requests, rows = run([SHARED[:320], *tails(3, 400, 8)])
     assert rows == 320 + 3 * (400 - 320 + 8)
     assert all(request.sources is not None and request.sources.device == 320 for request in requests[1:])
@@ -88,7 +88,7 @@ def test_what_the_cache_has_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_prompts_end_right(seed: int) -> None:
-    """Pools too small, chunks, and a leader that is preempted while others wait for it."""
+    """Random prompts finish correctly in small pools, with chunks, and with leaders preempted while others wait."""
     rng = random.Random(seed)
     prompts = [SHARED[:rng.randrange(1, 400)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 60))]
                for _ in range(14)]
@@ -100,4 +100,4 @@ def test_common_tokens() -> None:
     one = array("i", [1, 2, 3, 4])
     assert [common_tokens(one, array("i", other)) for other in ([], [2], [1], [1, 2, 9, 4], [1, 2, 3, 4, 5])] == [
         0, 0, 1, 2, 4]
-    one.append(5)  # nothing holds its memory
+    one.append(5)  # fails if its buffer is still exported

@@ -1,4 +1,4 @@
-"""The real default model: its tokens are transformers', and what a caller asks for is what it gets."""
+"""The real default model: its tokens are those of transformers, and all request parameters take effect."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def reference() -> PreTrainedModel:
 
 @torch.no_grad()
 def greedy_after(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> list[int]:
-    """The likeliest token after the prompt and after each of the tokens but the last. They are greedy decoding's if
-    they are the tokens, and one pass over all is much cheaper than a step for each."""
+    """Return the most likely token after the prompt and after each of the tokens but the last. If they equal the
+    tokens, these are greedy decoding's; one pass over all is much cheaper than a step for each."""
     logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0]  # [T, V]
     return logits[len(prompt) - 1:].argmax(-1).tolist()
 

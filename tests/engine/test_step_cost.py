@@ -1,4 +1,4 @@
-"""A server without a model: its steps take the time that was asked for, one after the other."""
+"""A server without a model: its steps take the requested time, one after another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_steps_end_one_after_the_other(step: float, token: float, counts: list[i
         item = StepItem(1, Phase.PREFILL, 0, count, 0, 0, ((),))
         launched = runner.launch(Step((item,), (request,) if place == 0 else ()))
         taken = (step + token * count) / 1e3
-        assert launched.ends >= max(began, ends) + taken - 1e-9  # no step begins before the last has ended
+        assert launched.ends >= max(began, ends) + taken - 1e-9  # no step begins before the previous one completes
         ends = launched.ends
     assert ends <= time.monotonic() + sum(step + token * count for count in counts) / 1e3 + 1e-9
     runner.close()

@@ -1,4 +1,4 @@
-"""One `LLM` used from many threads: the same tokens as one by one, and nothing left when callers leave or fail."""
+"""One `LLM` used from many threads: the same tokens as one by one, and no remains when callers leave or fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def llm(folder: str) -> Iterator[LLM]:
-    """So few blocks that requests are preempted."""
+    """Yield an LLM with so few blocks that requests are preempted."""
     with LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_num_seqs=16, max_num_batched_tokens=64,
              num_gpu_blocks_override=24, block_size=8, max_model_len=160) as made:
         yield made
@@ -63,7 +63,7 @@ def test_siblings_that_end_in_one_step_are_one_answer(llm: LLM, monkeypatch: pyt
     step, begun, held = llm.engine.step, llm.engine.num_steps, []
 
     def hold_back() -> list[Any]:
-        """Tell of the first 20 steps at once, in which both siblings end."""
+        """Report the first 20 steps at once; both siblings finish within them."""
         held.extend(step())
         if llm.engine.num_steps < begun + 20:
             return []

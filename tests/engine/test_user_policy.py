@@ -1,4 +1,4 @@
-"""A user's policies in an engine: one that pins too much changes no token, one that fails is told by its flag."""
+"""A user's policies in an engine: one that pins too much changes no token, one that fails is reported with its flag."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = __name__
 
 
 class Pinned(Backwards):
-    """Everything is worth more than there is room for."""
+    """A policy that pins every expert, more than there are slots."""
 
     def worth(self, layer: int) -> Sequence[float]:
         return [float("inf")] * self.experts
@@ -42,7 +42,7 @@ class LosesCount(Backwards):
 
 
 class Doorman:
-    """Lets nobody in, and not politely."""
+    """An admission policy that always raises an error."""
 
     def admit(self, key: bytes, tier: str) -> bool:
         raise RuntimeError("closed")
@@ -77,7 +77,7 @@ def test_a_policy_that_fails_beside_the_device_is_named_in_the_log(caplog: pytes
     policy.on_load(1, 8, 2)
     thread = PolicyThread(policy, table, None)
     try:
-        table.log[1] = 3  # step 1 asked for expert 3, and step 2 has begun
+        table.log[1] = 3  # step 1 requested expert 3, and step 2 has begun
         table.step.fill_(2)
         thread.ended()
         thread._thread.join(10)

@@ -1,4 +1,4 @@
-"""One small model, loaded here and served, and data for every task."""
+"""One small model, loaded in process and served, and data for every task."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def served(model: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def data(folder: Path) -> Path:
-    """Files as the tasks look for them."""
+    """Write data files where the tasks expect them."""
     place = folder / "data"
     place.mkdir()
     (place / "perplexity.txt").write_text(TEXT)

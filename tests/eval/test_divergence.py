@@ -1,4 +1,4 @@
-"""KL divergence and top-1 agreement against a reference: as defined, nothing for a model and itself, kept on disk."""
+"""KL divergence and top-1 agreement with a reference: as defined, 0 for a model and itself, and stored on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.models.text_model import BOS, TEXT, write_text_model
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory, reference: PreTrainedModel) -> PreTrainedModel:
-    """The same weights, a little disturbed."""
+    """Return a model with slightly changed weights."""
     folder = tmp_path_factory.mktemp("other") / "model"
     made = write_text_model(folder)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_the_likeliest_tokens_bound_the_divergence_from_below(
 
 
 def test_tokens_that_not_both_name_count_as_one() -> None:
-    p = {1: math.log(0.5), 2: math.log(0.3)}  # 0.2 elsewhere
+    p = {1: math.log(0.5), 2: math.log(0.3)}  # 0.2 on other tokens
     q = {1: math.log(0.4), 3: math.log(0.3)}
     assert least_divergence(p, q) == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6))
     assert least_divergence(p, p) == 0
@@ -113,7 +113,7 @@ def test_what_the_reference_said_is_used_again(target: EngineTarget, windows: di
     assert not again.has(settings, 4)
     assert not again.has(settings, None)
     assert not again.has({"window": 90}, 3)
-    again.prepare(None, windows, 1)  # type: ignore[arg-type]  # asks nobody
+    again.prepare(None, windows, 1)  # type: ignore[arg-type]  # complete, so that no target is needed
     with pytest.raises(SpilloverError, match="holds another reference"):
         FullReference(tmp_path, "bigger").prepare(target, windows, 1)
     with pytest.raises(SpilloverError, match="holds another prompt"):

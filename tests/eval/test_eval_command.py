@@ -1,4 +1,4 @@
-"""`spill eval` and `spill eval compare` as they are typed."""
+"""`spill eval` and `spill eval compare` as typed."""
 
 from __future__ import annotations
 

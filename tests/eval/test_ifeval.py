@@ -1,4 +1,4 @@
-"""Every checkable instruction: an answer that follows it and one that does not."""
+"""Every checkable instruction: an answer that follows it, and one that does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A results file is appended item by item and continued: after a kill, with more items, never with other settings."""
+"""A results file is appended item by item and continued: after a kill, with more items, not with other settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_killed_run_is_continued_to_the_same_numbers(target: EngineTarget, mod
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with path.open("ab") as file:  # as a kill in the middle of a line leaves it
+    with path.open("ab") as file:  # as after a kill in the middle of a line
         file.write(b'{"task": "perplexity", "id": "0.')
     killed = path.read_bytes().count(b"\n")
 

@@ -1,4 +1,4 @@
-"""The same numbers over HTTP as in process, and a clear word where a server cannot do what a task needs."""
+"""The same numbers over HTTP as in process, and a clear error if a server lacks what a task needs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_closed_target_waits_no_more(monkeypatch: pytest.MonkeyPatch, poor: st
 
 
 class Poor(BaseHTTPRequestHandler):
-    """Answers as a server does that knows no echo and names tokens by their text."""
+    """A server without echo, which returns tokens as text."""
 
     echoes = False
 

@@ -1,4 +1,4 @@
-"""Intervals and verdicts: against closed forms, and often enough right on made-up results."""
+"""Intervals and verdicts, compared with closed forms, and checked on made-up results to be right often enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PERPLEXITY = Metric("perplexity", "logprob", "tokens", "lower", "perplexity")
 def test_mcnemar_is_the_exact_binomial_test(only_base: int, only_other: int) -> None:
     count = only_base + only_other
     weights = [math.comb(count, k) for k in range(count + 1)]
-    as_unlikely = sum(weight for weight in weights if weight <= weights[only_base])  # scipy.stats.binomtest's rule
+    as_unlikely = sum(weight for weight in weights if weight <= weights[only_base])  # the rule of scipy.stats.binomtest
     assert mcnemar(only_base, only_other) == pytest.approx(float(Fraction(as_unlikely, 2**count)))
 
 
@@ -89,12 +89,12 @@ def test_verdicts_of_perplexity_are_paired() -> None:
 
 
 def test_few_pairs_decide_little() -> None:
-    worse_by = [0.001, 0.002, 0.003, 0.012]  # all one way, so that the bootstrap alone would be sure
+    worse_by = [0.001, 0.002, 0.003, 0.012]  # all in one direction, so that the bootstrap alone would be certain
     base = {str(n): {"logprob": -200.0, "tokens": 100.0} for n in range(4)}
     off = {str(n): {"logprob": -200.0 - 100 * worse, "tokens": 100.0} for n, worse in enumerate(worse_by)}
     (found,) = compare([("t", [PERPLEXITY], base, off)])
     t = np.mean(worse_by) / (np.std(worse_by, ddof=1) / 2)
-    assert found.p == pytest.approx(_student_tail(t), rel=0.01)  # of the logarithms, nearly
+    assert found.p == pytest.approx(_student_tail(t), rel=0.01)  # approximately, of the logarithms
     assert found.p > 0.1
     assert found.verdict == NO_DIFFERENCE
     assert found.low < 0 < found.high
@@ -105,7 +105,7 @@ def test_few_pairs_decide_little() -> None:
 
 
 def _student_tail(t: float) -> float:
-    """P(|T| > t) with 3 degrees of freedom, in closed form."""
+    """Return P(|T| > t) with 3 degrees of freedom, in closed form."""
     x = t / math.sqrt(3)
     return 1 - 2 / math.pi * (x / (1 + x * x) + math.atan(x))
 

@@ -1,4 +1,4 @@
-"""Every task gives the numbers that its definition gives with transformers on the same weights."""
+"""Every task gives the numbers of its definition, computed with transformers on the same weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_questions_are_asked_as_lm_eval_asks_them(target: EngineTarget, data: Pa
                          "What is 1 less one?\nA. 1\nB. 0\nC. -1\nD. -2\nAnswer:")
     assert (mmlu.choices, mmlu.right) == (("A", "B", "C", "D"), 1)
     spaced = encode(lambda text: target.encode(text, False), Question("a b  ", ("c",), 0))
-    assert spaced == [Prompt(target.encode("a b   c", False), 3)]  # spaces at the end belong to the choice
+    assert spaced == [Prompt(target.encode("a b   c", False), 3)]  # trailing spaces belong to the choice
 
 
 def test_the_hubs_hellaswag_is_cleaned(target: EngineTarget, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""On a CUDA device: the same tokens as transformers, and never more memory than the plan says."""
+"""On a CUDA device: the same tokens as transformers, and never more memory than planned."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_bfloat16_logits_are_as_close_to_float32_as_bfloat16_is_on_the_cpu(name:
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (60, 7, 33)]
 
     def scores(device: str, dtype: str) -> torch.Tensor:
-        """The log probability of every prompt token but the first."""
+        """Return the log probability of every prompt token but the first."""
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         with LLM(str(folder), device=device, dtype=dtype, skip_tokenizer_init=True, max_model_len=128, block_size=8,
                  num_gpu_blocks_override=120) as llm:
@@ -81,13 +81,13 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
         used, taken = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_reserved() - kept
         print(f"plan {llm.plan.device_bytes / 1e9:.2f} GB, peak {used / 1e9:.2f} GB, torch keeps {taken / 1e9:.2f} GB")
         assert used <= llm.plan.device_bytes <= 4_000_000_000
-        assert taken <= 4_000_000_000  # with the holes between tensors
+        assert taken <= 4_000_000_000  # includes gaps between tensors
     assert [len(output.outputs[0].token_ids) for output in outputs] == [each.max_tokens for each in params]
 
 
 @pytest.mark.parametrize("flags", [{}, {"weights": "sequential"}, {"enforce_eager": True}], ids=str)
 def test_a_closed_engine_that_is_still_held_holds_no_memory(flags: dict[str, Any], tmp_path: Path) -> None:
-    """The next one in the process has it."""
+    """A closed engine that is still referenced has freed its memory for the next one in the process."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_0_6B))
     gc.collect()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""On a CUDA device: GGUF files whose weights stay in codes say what the same weights say dequantised, and the same in
+"""On a CUDA device: GGUF files whose weights stay in codes give the scores of dequantised weights, and the same bits in
 every batch."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CASES: dict[str, Callable[[str], Kind]] = {
 
 
 def scores(path: Path, prompts: list[list[int]], tokens: int = 12, **flags: str) -> list[list[float]]:
-    """Log probabilities of prompts' tokens and of generated ones, with their ids."""
+    """Return log probabilities of prompt tokens and of generated ones, followed by the generated ids."""
     params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, prompt_logprobs=0, ignore_eos=True)
     with LLM(str(path), skip_tokenizer_init=True, max_model_len=128, gpu_memory="1GB", **flags) as llm:  # type: ignore[arg-type]
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
@@ -41,14 +41,14 @@ def scores(path: Path, prompts: list[list[int]], tokens: int = 12, **flags: str)
 
 @pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in CASES), ("Q6_K", True), ("Q4_0", True)])
 def test_scores_are_those_of_dequantised_weights_and_of_every_batch(name: str, tied: bool, tmp_path: Path) -> None:
-    """In codes weights are exact and dequantised they are bfloat16, so scores differ by what bfloat16 rounds off.
+    """In codes weights are exact, dequantised they are bfloat16: scores differ only by the rounding of bfloat16.
 
-    A rounding moves a number by u = 2**-8 of it at the most, u / sqrt(3) on average (root mean square). A number of the
-    last hidden state has gone through about 14 of them a layer, in either run: 4 products, their weights, 2 norms, 2
-    sums with the residual, attention and activation. As they are independent, it is off by sqrt(28 layers) times one.
-    That state has a length of sqrt(HIDDEN) and a row of the head a length of 1, or of sqrt(HIDDEN) where it is the
-    embedding: so much of the state's error is seen in a logit, which is then rounded itself and is as large as the
-    two lengths multiplied at the most. A log probability is the difference of two such numbers.
+    A rounding changes a number by at most u = 2**-8 of it, and by u / sqrt(3) on average (root mean square). A number
+    of the last hidden state has been through about 14 of them per layer, in either run: 4 products, their weights, 2
+    norms, 2 sums with the residual, attention and activation. They are independent, so its error is sqrt(28 layers)
+    times one. That state has a length of sqrt(HIDDEN), and a row of the head a length of 1, or of sqrt(HIDDEN) if it is
+    the embedding: a logit has the state's error times the length of the row, is then rounded itself, and is at most as
+    large as the product of the two lengths. A log probability is the difference of two such numbers.
     """
     path = write_tiled_llama(tmp_path / "m.gguf", CASES[name], tied)
     together = scores(path, PROMPTS, device="cuda", dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""The CUDA link: exact, and harmless to what runs beside it."""
+"""The CUDA link: exact, and harmless to concurrent work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKS, LAYERS, HEADS, BLOCK_SIZE, HEAD_DIM = 48, 4, 2, 16, 64
 
 @pytest.fixture
 def steps() -> torch.cuda.Stream:
-    """The stream that steps are launched on."""
+    """Return the stream that steps are launched on."""
     return torch.cuda.Stream()
 
 
@@ -45,7 +45,7 @@ def link(pool: torch.Tensor) -> Iterator[CudaLink]:
 
 
 def slots_of(link: CudaLink, count: int) -> list[memoryview]:
-    """In several slabs, some side by side."""
+    """Return slots in several slabs, some of them adjacent."""
     slots = []
     while len(slots) < count:
         slab = link.allocate(16 * link.slot_bytes)
@@ -58,7 +58,7 @@ def as_bytes(pool: torch.Tensor) -> list[bytes]:
 
 
 def test_random_copies_both_ways_at_once_equal_a_plain_model(pool: torch.Tensor, link: CudaLink) -> None:
-    """Two threads, one a direction, each with its own blocks and slots; then every byte is compared."""
+    """Two threads, one per direction, copy with separate blocks and slots; afterwards every byte is right."""
     slots, rng = slots_of(link, 2 * BLOCKS), random.Random(0)
     model, stored = as_bytes(pool), [bytes(slot) for slot in slots]
     for _ in range(20):
@@ -92,7 +92,7 @@ def test_narrow_blocks_have_the_bits_of_the_reference(pool: torch.Tensor, kind: 
     wanted = encode_blocks(before, BLOCK_SIZE, kind)
     link.copy_out(order, slots)
     assert [bytes(slot) for slot in slots] == [wanted[block].numpy().tobytes() for block in order]
-    link.copy_in(slots, order[1:] + order[:1])  # every block to another's place
+    link.copy_in(slots, order[1:] + order[:1])  # every block to the place of another
     decoded = decode_blocks(wanted, BLOCK_SIZE, kind, torch.bfloat16)
     for source, target in zip(order, order[1:] + order[:1], strict=True):
         assert torch.equal(pool[target].cpu(), decoded[source])
@@ -127,14 +127,14 @@ def test_writes_to_other_blocks_meanwhile_are_not_lost(pool: torch.Tensor, link:
 
 
 def test_copies_run_while_a_graph_is_recorded(pool: torch.Tensor, link: CudaLink, steps: torch.cuda.Stream) -> None:
-    """Pinning, events and copies of another thread must neither break a capture nor end up in it."""
+    """Pinning, events and copies of another thread neither break a capture nor become part of it."""
     x, stop, errors = torch.ones(1 << 20, device="cuda"), threading.Event(), []
     torch.cuda.synchronize()
 
     def shuttle() -> None:
         try:
             while not stop.is_set():
-                slots = slots_of(link, 16)  # new memory each time, which is pinned on the way
+                slots = slots_of(link, 16)  # new memory each time, which is pinned first
                 link.copy_out(list(range(1, 17)), slots)
                 link.copy_in(slots, list(range(1, 17)))
         except Exception as error:

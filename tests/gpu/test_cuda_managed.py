@@ -1,4 +1,4 @@
-"""On a CUDA device: weights in managed memory give the tokens of a resident model, and their pages come and go."""
+"""On a CUDA device: weights in managed memory give the tokens of a resident model, and their pages move in and out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_pages_move_with_their_bytes(transfers: CudaTransfers) -> None:
     memory.bring(pages)
     run.copy_(torch.arange(size, device="cuda") % 251)
     torch.cuda.synchronize()
-    assert free - torch.cuda.mem_get_info()[0] >= size  # it is there
+    assert free - torch.cuda.mem_get_info()[0] >= size  # it is on the device
     for advised in (False, True):
         memory.send_back(pages)
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""A mixture of experts on the card, from 1 to 8,192 tokens: near float32 by either path, recorded in a graph or not."""
+"""A mixture of experts on a GPU, for 1 to 8,192 tokens: close to float32 on either path, with a CUDA graph or not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPERTS, K = 16, 4
 SIZES = {"dense": (320, 192), "fp8": (384, 320), "mxfp4": (352, 288),
          "int4_128": (384, 256), "int4_32": (256, 128), "int8_64": (384, 128),
          "gguf_Q4_K": (512, 256), "gguf_Q5_1": (384, 128), "gguf_Q6_K": (256, 256),
-         "gguf_Q6_K_and_Q4_K": (256, 512)}  # not all of them multiples of a tile
+         "gguf_Q6_K_and_Q4_K": (256, 512)}  # some sizes are not multiples of a tile
 
 
 def stack(form: str, rows: int, columns: int, biased: bool, parts: int = 1, dtype: torch.dtype = torch.bfloat16,
@@ -118,7 +118,7 @@ def test_all_tokens_may_choose_the_same_experts(form: str) -> None:
 def test_a_graph_holds_it_and_follows_the_routing(form: str, tokens: int) -> None:
     first, second, limit = stacks(form)
     x, scores = inputs(tokens, second.expert(0, torch.float32).shape[0])
-    mixture(x, scores, first, second, K, True, limit)  # compiles
+    mixture(x, scores, first, second, K, True, limit)  # compiles the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

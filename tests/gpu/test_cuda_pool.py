@@ -1,4 +1,4 @@
-"""On a CUDA device, two engines over one shared pool: what one computed the other restores, and tokens are the same."""
+"""On a CUDA device, two engines share a pool: each restores what the other computed, and tokens are the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait longer for the pool: on a busy machine pinning its memory for the first time takes more than a second."""
+    """Lengthen timeouts: on a busy machine pinning the pool's memory for the first time takes more than a second."""
     monkeypatch.setattr(tier, "TIMEOUT_SECONDS", 20.0)
     monkeypatch.setattr(tier, "LOOKUP_SECONDS", 20.0)
 
@@ -50,7 +50,7 @@ def host_pool(link: DeviceLink) -> HostPool:
 
 
 def adopted_and_pinned(link: DeviceLink) -> int:
-    """How many pieces of the pool's memory this engine has pinned; fails if one that was met could not be."""
+    """Return the number of slabs of the pool's memory that this engine has pinned; fail if one could not be pinned."""
     met = [slab for slab in host_pool(link)._slabs.slabs if slab.use == "pool" and slab.pinned is not None]
     assert all(slab.pinned for slab in met), "memory of the pool could not be pinned"
     return len(met)
@@ -70,7 +70,7 @@ def test_two_engines_share(tmp_path: Path, spill_dtype: str) -> None:
             computed = [output.outputs[0].token_ids for output in one.generate(prompts, PARAMS, use_tqdm=False)]
             settle(one)
             outputs = two.generate(prompts, PARAMS, use_tqdm=False)
-            for llm in (one, two):  # each has pinned the pool's own memory, and copied nothing through slots
+            for llm in (one, two):  # each pinned the pool's own memory, and copied nothing through slots
                 connector = llm.engine.scheduler.connector
                 assert isinstance(connector, TieredConnector)
                 assert connector.store.direct.spills

@@ -1,4 +1,4 @@
-"""Ranks that share a CUDA device: sums by rank order, the same tokens with CUDA graphs and without, an end in time."""
+"""Ranks on one CUDA device: sums in rank order, the same tokens with and without CUDA graphs, and an end in time."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CAPACITY = 1 << 16
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 256, "device": "cuda",
                            "num_gpu_blocks_override": 200}
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "ranks_share_device": True}
-SECONDS = 8.0  # in which a lost rank is told, on a machine that runs other tests
+SECONDS = 8.0  # within which the loss of a rank is reported, on a machine that runs other tests
 
 
 class Group:
-    """Ranks of one process, each on a stream of its own."""
+    """Ranks in one process, each on a separate stream."""
 
     def __init__(self, size: int) -> None:
         device = torch.device("cuda")
@@ -55,7 +55,7 @@ class Group:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_calls_return_what_their_definitions_say(size: int, dtype: torch.dtype,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of sizes that are no multiple of 16 bytes, and of more than one call holds; sums in one shot and in two."""
+    """Calls match their definitions, also for odd sizes and those above one call; sums in one shot and in two."""
     monkeypatch.setattr(exchange, "TWO_SHOT_BYTES", 6000)
     group, rng = Group(size), random.Random(size)
     for turn in range(60):
@@ -162,7 +162,7 @@ def test_experts_are_dealt_out(name: str, prompts: list[list[int]], tmp_path: Pa
 
 
 def test_bits_do_not_depend_on_the_schedule(prompts: list[list[int]], tmp_path: Path) -> None:
-    """In bfloat16, sampled in several ways, with drafts, one by one and together."""
+    """In bfloat16, sampled in several ways, with drafts, one by one and together, the bits are the same."""
     folder = save_checkpoint(tiny_model("llama", seed=3)[0], tmp_path)
     params = [SamplingParams(temperature=index % 3 * 0.4, seed=index, max_tokens=20, ignore_eos=True, logprobs=1,
                              top_p=1.0 if index % 2 else 0.9, prompt_logprobs=1) for index in range(len(prompts))]
@@ -180,7 +180,7 @@ def test_bits_do_not_depend_on_the_schedule(prompts: list[list[int]], tmp_path: 
 @pytest.mark.parametrize(("name", "strategy"), [
     ("llama", "sequential"), ("qwen3-moe", "demand"), ("gpt-oss", "experts"), ("mixtral", "sequential")])
 def test_ranks_stream_and_page_weights_that_do_not_fit(name: str, strategy: str, tmp_path: Path) -> None:
-    """Each its own part; random weights, which are the same at the same number of ranks."""
+    """Each rank moves its own part; random weights are equal for the same number of ranks."""
     folder, flags = starved.write_config(tmp_path, name), {"device": "cuda", "dtype": "bfloat16", **TWO}
     whole = starved.answer(folder, starved.prompts(4), gpu_memory="2GB", weights="resident", **flags)
     smallest = starved.least(folder, weights=strategy, **flags)
@@ -191,7 +191,7 @@ def test_ranks_stream_and_page_weights_that_do_not_fit(name: str, strategy: str,
 
 @pytest.mark.parametrize("flags", [{}, {"spill_dtype": "int8"}, {"kv_cache_dtype": "fp8"}])
 def test_blocks_are_whole_in_the_tiers(flags: dict[str, Any], prompts: list[list[int]], tmp_path: Path) -> None:
-    """What two ranks have stored on a disk, one rank finds, and the other way round."""
+    """Blocks stored on disk by two ranks are found by one rank, and vice versa."""
     model, _ = tiny_model("llama", seed=3)
     folder = save_checkpoint(model, tmp_path / "model")
     long = [prompt * 3 for prompt in prompts[1:4]]

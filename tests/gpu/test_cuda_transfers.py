@@ -1,4 +1,4 @@
-"""Copies of a CUDA device: bytes that arrive, priorities that hold, sleep and wake, and what CUDA graphs repeat."""
+"""Copies of a CUDA device: bytes arrive, priorities hold, sleep and wake work, and CUDA graphs repeat copies."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_tensor_sleeps_on_the_host_and_comes_back(transfers: CudaTransfers) ->
 
 
 def restore_seconds(transfers: CudaTransfers, source: torch.Tensor, target: torch.Tensor) -> float:
-    """Of a copy in batches of 32 MB, as the KV link makes them."""
+    """Return the seconds of a copy in batches of 32 MB, as the KV link makes them."""
     start = time.perf_counter()
     for at in range(0, source.nbytes, 32 * MB):
         places = np.arange(at, at + 32 * MB, 2 * MB)
@@ -70,8 +70,8 @@ def restore_seconds(transfers: CudaTransfers, source: torch.Tensor, target: torc
 
 def test_a_restore_passes_the_prefetches_queued_before_it(transfers: CudaTransfers,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """While gigabytes of layers are queued, KV arrives several times as fast as it would without priorities, and the
-    layers arrive all the same."""
+    """While gigabytes of layers are queued, KV arrives several times as fast as without priorities, and the layers
+    still arrive."""
     monkeypatch.setattr(cuda_transfers, "BURST_SECONDS", 10.0)
     layer, buffer = host(transfers, LAYER), torch.zeros(LAYER, dtype=torch.uint8, device="cuda")
     source, target = host(transfers, 256 * MB), torch.zeros(256 * MB, dtype=torch.uint8, device="cuda")

@@ -1,7 +1,7 @@
-"""On a CUDA device: models larger than their memory say what they say when they fit, within the memory they were given.
+"""On a CUDA device: models larger than device memory give the tokens of a resident model, within the memory budget.
 
-A token's bits do not depend on the batch; experts that the host computes under --fast are rounded otherwise and are
-compared as the tokens they lead to.
+A token's bits do not depend on the batch; experts that the host computes under --fast are rounded differently, so only
+the resulting tokens are compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STRATEGIES = ("demand", "sequential", "experts", "pinned", "host-experts", "expe
 
 @pytest.mark.parametrize(("name", "strategy"), [
     (name, strategy) for name in starved.MODELS for strategy in STRATEGIES
-    if name != "llama" or "experts" not in strategy  # a dense model has none
+    if name != "llama" or "experts" not in strategy  # a dense model has no experts
 ])
 def test_tokens_are_those_of_a_model_that_fits(name: str, strategy: str, tmp_path: Path) -> None:
     strategy, _, policy = strategy.partition("-l")

@@ -1,5 +1,5 @@
-"""On a CUDA device, an engine with more to do than it has room for: graphs, preemption, paged experts, KV in slots of
-experts and tiers change no token, and each of them is really used."""
+"""On a CUDA device, an overloaded engine: graphs, preemption, paged experts, KV in expert slots and tiers change no
+token, and each of them is really used."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-# Whatever a request shares its steps with, and however its prompt is cut, its bits are the same.
+# A request's bits are the same whichever requests share its steps, and however its prompt is chunked.
 FLAGS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16,
                          "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 6,
                          "max_num_batched_tokens": 64, "watermark": 0.0}
-POOLS = {"llama": 20, "qwen3-moe": 20, "gpt-oss": 28}  # blocks: few enough that some requests below are preempted
+POOLS = {"llama": 20, "qwen3-moe": 20, "gpt-oss": 28}  # blocks: few enough that some of the requests are preempted
 
-Tokens = list[list[tuple[int, ...]]]  # of each request, of each of its answers
+Tokens = list[list[tuple[int, ...]]]  # by request, by sequence
 
 
 @dataclass(frozen=True)
 class Served:
     tokens: Tokens
-    graphs: int | None  # None: the engine captures none
+    graphs: int | None  # None if the engine captures none
     preemptions: int
     traffic: WeightTraffic
 
 
 def random_requests(seed: int, count: int = 24) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Of all lengths and ways to sample; the last one goes on alone when the others have ended."""
+    """Return requests of all lengths and ways to sample; the last one runs on alone when the others have finished."""
     rng = random.Random(seed)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9},
@@ -66,7 +66,7 @@ def serve(folder: str, seed: int, **flags: Any) -> Served:
 
 
 def budget(folder: str, share: float) -> int:
-    """Of device memory: this share of the way from the least that pages experts to what would hold them all."""
+    """Return bytes of device memory: `share` of the way from the least with paged experts to room for all experts."""
     least = starved.least(folder, weights="experts", **FLAGS)
     plan = starved.answer(folder, [], gpu_memory="2GB", weights="resident", **FLAGS).plan
     return least + int(share * (plan.weight_bytes + plan.workspace_bytes - least))
@@ -105,7 +105,7 @@ def test_experts_that_are_missed_are_fetched(name: str, eager: bool, tmp_path: P
 def test_kv_borrows_slots_of_experts_and_gives_them_back(name: str, eager: bool, tmp_path: Path) -> None:
     folder = starved.write_config(tmp_path, name)
     whole = serve(folder, 2, weights="resident", gpu_memory="2GB").tokens
-    share = {"qwen3-moe": 0.4, "gpt-oss": 0.6}[name]  # with which the plan has blocks for a third of the requests
+    share = {"qwen3-moe": 0.4, "gpt-oss": 0.6}[name]  # the plan then has blocks for a third of the requests
     flags = {**FLAGS, "weights": "experts", "gpu_memory": str(budget(folder, share)), "enforce_eager": eager,
              "max_num_seqs": 24}
     with LLM(folder, **flags) as llm:
@@ -121,7 +121,7 @@ def test_kv_borrows_slots_of_experts_and_gives_them_back(name: str, eager: bool,
             return loans
 
         lender.lend = noted
-        for _ in range(2):  # what was borrowed the first time holds experts again the second
+        for _ in range(2):  # slots borrowed the first time hold experts again the second
             most = 0
             assert generated(llm, *random_requests(2)) == whole
             assert most > 0, "nothing was borrowed"
@@ -134,7 +134,7 @@ def test_kv_borrows_slots_of_experts_and_gives_them_back(name: str, eager: bool,
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 def test_conversations_come_back_from_a_tier_under_load(name: str, tier: str, tmp_path: Path) -> None:
-    """Twelve conversations of three turns over a pool for two or three of them, by turns preempted and restored."""
+    """Twelve conversations of three turns share a pool for two or three; preempting and restoring change no token."""
     folder = starved.write_config(tmp_path, name)
     place = {"host_memory": "50MB"} if tier == "host" else {"disk": (f"{tmp_path / 'kv'}:200MB",)}
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> str:
 
 def generate(folder: str, asked: list[list[int]], tokens: int = 24, temperature: float = 0.0,
              **flags: Any) -> list[tuple[list[int], list[float]]]:
-    """The tokens of each request and their log probabilities."""
+    """Return the tokens of each request and their log probabilities."""
     params = [SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, logprobs=0, seed=index)
               for index in range(len(asked))]
     flags = {"dtype": "float32", "max_num_seqs": 16, "max_model_len": 1024, "gpu_memory": "4GB", **flags}
@@ -66,7 +66,7 @@ def test_graphs_change_no_token(folder: str) -> None:
 
 
 def test_a_request_has_the_same_bits_whatever_runs_beside_it(folder: str) -> None:
-    """Alone, among others, with other chunks, and preempted."""
+    """Alone, with others, with other chunks, and preempted, a request has the same bits."""
     together = generate(folder, prompts(), dtype="bfloat16")
     small = generate(folder, prompts(), dtype="bfloat16", max_num_batched_tokens=37)
     assert small == together
@@ -86,7 +86,7 @@ def test_tokens_are_those_of_the_fast_kernels_in_float32(folder: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
 def test_narrow_kv_stays_close(folder: str, kv_dtype: str) -> None:
-    """The first token's log probability, before different tokens lead apart."""
+    """The first token's log probability, before different tokens cause divergence, stays close."""
     wide = generate(folder, prompts(), tokens=1)
     narrow = generate(folder, prompts(), tokens=1, kv_cache_dtype=kv_dtype)
     for (_, (expected,)), (_, (found,)) in zip(wide, narrow, strict=True):

@@ -1,4 +1,4 @@
-"""Tensors of an arena are apart, aligned, and their memory goes back with the last of them."""
+"""Tensors of an arena are disjoint and aligned, and their memory is freed with the last of them."""
 
 from __future__ import annotations
 

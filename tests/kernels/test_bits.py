@@ -1,4 +1,4 @@
-"""`spill doctor --bits`: kernels whose bits do not depend on the number of rows pass, and any other is named."""
+"""`spill doctor --bits`: kernels whose bits do not depend on the number of rows pass, and all others are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with weights in their file's codes: as near as float32 brings them, the same bits however they are made."""
+"""Products with weights in a file's codes: accurate to float32 rounding, the same bits however they are computed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_weights_of_different_types_are_one_too() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_s_scales_may_be_anything(kind: Kind) -> None:
-    """Zero, subnormal and the largest; MXFP4's may be any byte whose numbers are finite."""
+    """Scales may be zero, subnormal or the largest number; MXFP4's may be any byte that gives finite numbers."""
     raw = stored(kind, 40, 512)
     if kind is Kind.MXFP4:
         raw.reshape(40, -1, 17)[..., 0] = np.arange(40 * 16).reshape(40, 16) % 252
@@ -93,7 +93,7 @@ def test_a_file_s_scales_may_be_anything(kind: Kind) -> None:
        groups=st.integers(1, 4), rows=st.integers(1, 20), seed=st.integers(0, 999))
 def test_groups_of_any_length_with_float32_scales(bits: int, group: int, n: int, groups: int, rows: int,
                                                   seed: int) -> None:
-    """(code - zero) * scale as checkpoints have it; group 0: one scale a row."""
+    """(code - zero) * scale, as in checkpoints, for any group length; group 0: one scale per row."""
     generator = torch.Generator().manual_seed(seed)
     columns = groups * (group or 96)
     codes = torch.randint(0, 1 << bits, (n, columns), generator=generator)
@@ -109,7 +109,7 @@ def test_groups_of_any_length_with_float32_scales(bits: int, group: int, n: int,
     assert torch.equal(embedding(ids, weight), exact)
     x = torch.randn(rows, columns, generator=generator)
     found = linear(x, weight)
-    spread = torch.full_like(exact, (1 << bits) * scales.abs().max())  # offsets may be larger than what they leave
+    spread = torch.full_like(exact, (1 << bits) * scales.abs().max())  # offsets may be larger than the weights
     assert ((found.double() - x.double() @ exact.double().T).abs() <= room(x, spread)).all()
     assert torch.equal(linear(x[:1], weight), found[:1])
 
@@ -123,7 +123,7 @@ def test_a_coded_product_is_as_near_as_float32(kind: Kind, rows: int, n: int, bl
     generator = torch.Generator().manual_seed(seed)
     columns = math.ceil(blocks * CODE_BLOCK / STEP[kind]) * STEP[kind]
     weight = coded(kind, n, columns, seed)
-    # Columns of very different sizes, as activations have them.
+    # Columns of very different magnitudes, as in activations.
     sizes = torch.exp2(torch.randint(-spread, spread + 1, (columns,), generator=generator))
     x = torch.randn(rows, columns, generator=generator) * sizes
     offset = torch.randn(n, generator=generator) if bias else None
@@ -173,7 +173,7 @@ def test_odd_numbers_stay_in_their_row(kind: Kind, rows: int) -> None:
         found = linear(x, weight)
         assert not found[0].isfinite().any()
         assert torch.equal(found[1:], expected)
-    for size in (0.0, 1e-38, 1e-30, 1e30):  # of which the smallest come to nothing
+    for size in (0.0, 1e-38, 1e-30, 1e30):  # results for the smallest underflow to 0
         x[0] = size
         exact = x[0].double() @ unpack_codes(weight).double().T
         assert (linear(x, weight)[0].double() - exact).abs().max() <= 1e-5 * exact.abs().max() + 1e-33
@@ -214,7 +214,7 @@ def test_without_native_kernels_codes_are_not_kept() -> None:
 
 
 def built(sources: list[Path], cores: str) -> ctypes.CDLL:
-    """Compile these for `cores`, once."""
+    """Compile the sources for `cores`, unless they are in the cache."""
     command = [*build.command(cores), "-O1"]
     path = build.cache_folder() / build.library_name([*command, *(source.read_text() for source in sources)])
     if not path.exists():

@@ -1,4 +1,4 @@
-"""A layer's halves as one native call give the bits that their kernels give one after the other."""
+"""Each half of a layer as one native call gives the same bits as its kernels called one after another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HIDDEN, INNER, BLOCK, BLOCKS = 64, 96, 8, 5
 
 
 def in_codes(weight: torch.Tensor, bits: int) -> Linear:
-    """Any codes of its shape."""
+    """Return a weight of the same shape with arbitrary codes."""
     scales = weight[:, ::CODE_BLOCK].half() * (0.1 if bits == 4 else 0.01)
     codes = (weight * 1000).to(torch.int8)
     if bits == 8:
@@ -54,7 +54,7 @@ def weights(generator: torch.Generator, extras: bool, bits: int) -> dict[str, An
 
 
 def make_batch(lengths: list[tuple[int, int]], kv_dtype: str, first_block: int = 1) -> AttentionBatch:
-    """Requests, each of n tokens that are there and m new ones, with BLOCKS blocks each."""
+    """Return a batch of requests with (cached tokens, new tokens) each, and BLOCKS blocks per request."""
     return AttentionBatch(
         query_start=torch.tensor([0, *torch.tensor([new for _, new in lengths]).cumsum(0).tolist()], dtype=torch.int32),
         seq_lens=torch.tensor([old + new for old, new in lengths], dtype=torch.int32),
@@ -141,6 +141,6 @@ def test_what_the_native_kernels_do_not_serve_is_left_alone() -> None:
     pool = torch.zeros(1 + BLOCKS, 1, 2, SHAPE.num_kv_heads, BLOCK * SHAPE.head_dim)
     stack = LayerStack(SHAPE, *tables(generator), [made], [(pool[:, 0], 0)], [None])
     x = torch.ones(2, HIDDEN)
-    with native.traced(contextlib.nullcontext):  # every operation is to be seen
+    with native.traced(contextlib.nullcontext):  # tracing requires separate operations
         assert not stack.run(x, x, [batch], lambda: pytest.fail("nothing is run"))
     assert torch.equal(x, torch.ones(2, HIDDEN))

@@ -1,7 +1,7 @@
-"""Every CUDA C++ source compiles for an H200, without one: NVRTC of PyPI needs no card.
+"""Every CUDA C++ source compiles for an H200, without one: NVRTC from PyPI needs no GPU.
 
-A form of a source takes it 1 to 15 s, so these are one or two for each branch of the sources; which forms are right is
-what the emulated kernels tell.
+NVRTC takes 1 to 15 s per form of a source, so only one or two forms per branch of the sources are compiled; the tests
+of emulated kernels check the results of all forms.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def wanted() -> list[tuple[Path, tuple[str, ...]]]:
 
 
 def nvrtc() -> ctypes.CDLL | None:
-    """The library of the package; None where it is not installed."""
+    """Load NVRTC from its package; return None if it is not installed."""
     try:
         listed = files("nvidia-cuda-nvrtc") or []
     except PackageNotFoundError:
@@ -63,7 +63,7 @@ def nvrtc() -> ctypes.CDLL | None:
 
 
 def test_every_source_compiles_for_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compiled from the same texts with the same options before is taken from the cache, as on a device."""
+    """Every source compiles; those compiled before with the same options are taken from the cache."""
     library = nvrtc()
     if library is None:
         pytest.skip("nvidia-cuda-nvrtc is not installed")

@@ -1,5 +1,5 @@
-"""The native kernels as ARM cores run them, emulated: near the reference, the same bits in every batch, and with
-weights in codes the same bits as on this machine."""
+"""The native kernels for ARM cores, emulated: close to the reference, the same bits in every batch, and with weights in
+codes the same bits as on this machine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SHAPES = [(70, 64), (33, 320)]  # of weights
 
 @pytest.fixture
 def neoverse() -> Iterator[EmulatedLibrary]:
-    """Cores that multiply vectors of bytes, and not matrices."""
+    """Yield cores that have instructions for dot products of bytes, but not for matrix products."""
     with emulated(CORES["dotprod"], *EMULATED) as found:
         yield found
 
@@ -99,9 +99,9 @@ def in_groups(bits: int, n: int, k: int) -> Linear:
 def test_products_with_codes(level: str) -> None:
     weights: dict[tuple[Kind | int, int, int], tuple[Linear, Tensor, Tensor]] = {}
     here = {}
-    for kind in (*KINDS, 4, 8):  # bits: of integers in groups of 128
+    for kind in (*KINDS, 4, 8):  # 4 and 8: bits of integers in groups of 128
         for n, k in SHAPES if isinstance(kind, Kind) and GGML_QUANT_SIZES[kind][0] == 32 else [(70, 512)]:
-            sizes = torch.exp2(torch.randint(-10, 10, (k,)))  # columns differ in size, as activations do
+            sizes = torch.exp2(torch.randint(-10, 10, (k,)))  # columns differ in magnitude, as in activations
             weight = coded(kind, n, k) if isinstance(kind, Kind) else in_groups(kind, n, k)
             weights[kind, n, k] = weight, torch.randn(max(ROWS), k) * sizes, torch.randn(n)
             if native.multiplies_codes():
@@ -177,7 +177,7 @@ def test_quantised_blocks(neoverse: EmulatedLibrary, kind: str, pool_dtype: str)
     stored = (encode_blocks(block, 16, pool_dtype) if coded else block).flatten().view(torch.uint8)
     slot, again = torch.zeros(codec.slot_bytes, dtype=torch.uint8), torch.zeros_like(stored)
     for tensor in (stored, slot, again):
-        tensor.data_ptr()  # for the emulator to know it
+        tensor.data_ptr()  # registers the tensor with the emulator
     codec.encode(memoryview(stored.numpy()), memoryview(slot.numpy()))
     assert torch.equal(slot, codec.encode_tensor(stored))
     codec.decode(memoryview(slot.numpy()), memoryview(again.numpy()))

@@ -1,4 +1,4 @@
-"""Rows beside what they follow: the kernels do what plain torch does, for any step."""
+"""Feature rows of the positions before each row: the kernels equal plain torch, for any step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICES = ["cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def random_step(rng: random.Random, slots: int, device: str) -> tuple[AttentionBatch, torch.Tensor, torch.Tensor]:
-    """Return a step of some requests, one without rows, and whether each follows what was kept."""
+    """Return a step of some requests, one of them without rows, and whether each continues from the kept rows."""
     counts = [rng.randint(1, 6) for _ in range(rng.randint(1, slots - 1))] + [0]
     starts = [rng.randint(0, 20) for _ in counts]
     ends = torch.tensor(counts).cumsum(0)
@@ -60,7 +60,7 @@ def on_cpu(batch: AttentionBatch) -> AttentionBatch:
 
 
 def test_a_request_follows_its_own_rows_and_no_other() -> None:
-    """A step of five rows, then one from its third on, as after a draft of which two tokens were accepted."""
+    """A request continues from its own rows: five rows, then a step from the third, after two accepted drafts."""
     kept = KeptRows(torch.zeros(2 * 3, 1), 3)
     x = torch.arange(1.0, 6.0).unsqueeze(1)
     first = AttentionBatch(torch.tensor([0, 5], dtype=torch.int32), torch.tensor([15], dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""Integers in groups, as AWQ, GPTQ and compressed-tensors have them, stay in codes on a CPU and are multiplied so."""
+"""Grouped integers, as in AWQ, GPTQ and compressed-tensors, stay in codes on a CPU and are multiplied directly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def made(base: GroupedInt, shape: LinearShape, seed: int) -> tuple[Linear, Linear]:
-    """A weight as a checkpoint has it, and as a CPU does."""
+    """Return a weight as stored in a checkpoint, and as kept on a CPU."""
     random = torch.Generator().manual_seed(seed)
     target = Target("float32", CPU)
     tensors = base.dummy(shape, 0, target, random)
@@ -72,7 +72,7 @@ def test_a_cpu_keeps_what_fits_and_counts_it() -> None:
 
     four = GroupedInt(4, 128, "float16")
     assert isinstance(kept(four, 512).format, GroupedPanels)
-    # Codes, a float32 scale and offset for 128 columns, and the list of matrices.
+    # Codes, a float32 scale and offset per 128 columns, and the list of matrices.
     assert kept(four, 512).nbytes("float32") == 64 * 512 // 2 + 64 * 4 * 8 + 128
     for odd in (kept(four, 320), kept(GroupedInt(4, 40, "float16"), 320), kept(four, 512, "bfloat16")):
         assert type(odd.format) is GroupedInt
@@ -81,7 +81,7 @@ def test_a_cpu_keeps_what_fits_and_counts_it() -> None:
 
 
 class Numbers:
-    """A checkpoint's reader of one matrix that is not quantised."""
+    """A reader of a checkpoint with one unquantised matrix."""
 
     matrices = (("w.weight", 48),)
 

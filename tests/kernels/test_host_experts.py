@@ -1,4 +1,4 @@
-"""Experts on the host's cores give what the torch reference gives, whoever asks and however many threads there are."""
+"""Experts on the host's cores equal the torch reference, for any caller and any number of threads."""
 
 import os
 import time
@@ -44,8 +44,8 @@ LAYOUTS = {
     "float32": ExpertLayout.packed(DENSE, torch.float32, 31, 5, EXPERTS, biased=True),
 }
 EVERY = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-NEVER, ALWAYS = 0, 1  # as tile_rows
-ROUNDINGS = 2  # of one row that may fall the other way: each does with a chance of about one in a thousand
+NEVER, ALWAYS = 0, 1  # values of tile_rows
+ROUNDINGS = 2  # allowed per row in the other direction; each occurs with a probability of about one in a thousand
 
 
 def random_records(layout: ExpertLayout, seed: int = 0) -> Tensor:
@@ -57,7 +57,7 @@ def random_records(layout: ExpertLayout, seed: int = 0) -> Tensor:
             assert stack.scales is not None
             stack.values.random_(0, 256, generator=generator)
             stack.scales.random_(118, 126, generator=generator)
-            stack.scales[0, 0, 0] = 0  # the least scale, no normal float
+            stack.scales[0, 0, 0] = 0  # the smallest scale, a subnormal float
         elif isinstance(stack.weight.format, IntExperts):
             assert stack.scales is not None
             stack.values.random_(0, 256, generator=generator)
@@ -80,13 +80,13 @@ def random_records(layout: ExpertLayout, seed: int = 0) -> Tensor:
 
 
 def all_pairs(tokens: int) -> Tensor:
-    """Expert e gets every token whose number it does not divide, the last expert nothing; in no order."""
+    """Return pairs in random order: expert e gets each token t with t % (e + 1) != 0; expert 0 all, the last none."""
     pairs = [[t, e, t * EXPERTS + e, 0] for e in range(EXPERTS - 1) for t in range(tokens) if e == 0 or t % (e + 1)]
     return torch.tensor(pairs, dtype=torch.int32)[torch.randperm(len(pairs))]
 
 
 def random_rows(layout: ExpertLayout, tokens: int) -> Tensor:
-    """As a model of the layout's type has them."""
+    """Return rows in the precision of the layout's type."""
     return torch.randn(tokens, layout.hidden).to(layout.dtype).float()
 
 
@@ -94,7 +94,7 @@ def check(
     out: Tensor, experts: HostExperts, records: Tensor, x: Tensor, pairs: Tensor, tile_rows: int = TILE_ROWS
 ) -> None:
     wanted = host_experts_reference(experts.layout, records, x, pairs)
-    if not experts.tiled:  # sums of large terms in another order
+    if not experts.tiled:  # large terms are summed in another order
         torch.testing.assert_close(out, wanted, rtol=0.0, atol=5e-6 * float(wanted.abs().max()) if len(wanted) else 0.0)
         return
     experts_of_rows = pairs[:, 1].long()
@@ -107,8 +107,8 @@ def check(
 
 
 def one_rounding(layout: ExpertLayout, records: Tensor, x: Tensor, pairs: Tensor) -> Tensor:
-    """How far an output moves if one activation, summed in another order, is rounded to the other side: at most 2^-7 of
-    the largest of its terms. [n, H]."""
+    """Return [n, H]: how far an output moves if one activation, summed in another order, is rounded in the other
+    direction: at most 2^-7 of its largest term."""
     first, second = layout.stacks(records)
     out = torch.empty(len(pairs), layout.hidden)
     for row, (token, expert) in enumerate(pairs[:, :2].tolist()):
@@ -165,7 +165,7 @@ def test_experts_of_few_rows_and_of_many_share_a_request(
         out = experts.run(0, x, pairs)
         check(out, experts, records, x, pairs)
         for expert, size in enumerate(sizes):
-            own = pairs[:, 1] == expert  # what else is asked for makes no difference
+            own = pairs[:, 1] == expert  # other pairs of the call make no difference
             assert torch.equal(out[own], experts.run(0, x, pairs[own]))
             if size < TILE_ROWS:
                 assert torch.equal(out[own], plain.run(0, x, pairs[own]))
@@ -177,7 +177,7 @@ def test_every_code_is_exact_in_tiles() -> None:
     records = torch.zeros(1, layout.record.nbytes, dtype=torch.uint8)
     gate_up, down = layout.stacks(records)
     codes = torch.arange(256, dtype=torch.uint8)
-    codes[[0x7F, 0xFF]] = 0  # not numbers
+    codes[[0x7F, 0xFF]] = 0  # NaN codes
     for stack in (gate_up, down):
         assert stack.scales is not None
         stack.scales.fill_(1.0)
@@ -231,12 +231,12 @@ def test_closing_ends_the_threads() -> None:
     assert len(os.listdir(tasks)) == before
     experts = HostExperts(layout, [records.data_ptr()], threads=4)
     experts.attach(mail)
-    del experts  # and whoever forgets to close it
+    del experts  # also if it is never closed
     assert len(os.listdir(tasks)) == before
 
 
 class Device:
-    """The other end of the mail."""
+    """The device's end of the host expert queue."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         self.mail = HostExpertQueue.make(8, 40, layout.hidden, torch.device("cpu"))
@@ -276,10 +276,10 @@ def test_mail_is_answered_turn_after_turn(name: str) -> None:
             if turn % 4 == 0:
                 experts.wake()
             if turn == 6:
-                time.sleep(0.02)  # the threads fall asleep, and nobody wakes them
+                time.sleep(0.02)  # the threads fall asleep, and are not woken
             layer, x, pairs = turn % 2, random_rows(layout, 1 + turn % 8), all_pairs(1 + turn % 8)
             check(device.ask(layer, x, pairs), experts, layers[layer], x, pairs)
-            if turn % 3 == 0:  # a call in between
+            if turn % 3 == 0:  # a direct call in between
                 check(experts.run(layer, x, pairs), experts, layers[layer], x, pairs)
     assert not device.mail.failed
 

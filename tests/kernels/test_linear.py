@@ -1,4 +1,4 @@
-"""A product with packed weights equals torch's, and a row's bits do not depend on the rows beside it."""
+"""A product with packed weights equals torch's, and a row's bits do not depend on the other rows."""
 
 from typing import cast
 
@@ -61,7 +61,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
 
 
 class Matrices:
-    """A TensorReader of matrices that are made here."""
+    """A TensorReader of matrices in memory."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = {f"matrix {index}": tensor for index, tensor in enumerate(tensors)}

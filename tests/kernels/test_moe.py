@@ -1,9 +1,9 @@
-"""Each expert is called once, and a row's sum does not depend on the rows beside it."""
+"""Each expert is called once, and a row's sum does not depend on the other rows."""
 
 import pytest
 import torch
 
-from spillover.kernels.moe.moe import NOT_HERE, moe
+from spillover.kernels.moe.moe import OTHER_RANK, moe
 
 
 def test_rows_get_their_weighted_experts() -> None:
@@ -33,16 +33,16 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_has_the_same_bits_alone(dtype: torch.dtype) -> None:
-    """Experts of another rank are left out; among the products are zeros of both signs."""
+    """A row has the same bits alone; experts of another rank are skipped, and products include zeros of both signs."""
     rows, hidden, experts, k = 40, 16, 8, 3
     x, scales = torch.randn(rows, hidden).to(dtype), torch.randn(experts, hidden).to(dtype)
     x[:, 0], x[:, 1] = 0.0, -0.0
     ids = torch.stack([torch.randperm(experts)[:k] for _ in range(rows)])
-    ids[torch.rand(rows, k) < 0.3] = NOT_HERE
+    ids[torch.rand(rows, k) < 0.3] = OTHER_RANK
     weights = torch.rand(rows, k)
 
     def expert(index: int, group: torch.Tensor) -> torch.Tensor:
-        assert index != NOT_HERE
+        assert index != OTHER_RANK
         return group * scales[index]
 
     bits = {2: torch.int16, 4: torch.int32}[x.element_size()]

@@ -1,4 +1,4 @@
-"""MXFP4 as the OCP format writes it: values survive a round trip, anything else goes to the nearest."""
+"""MXFP4 as defined by OCP: representable values survive a round trip, others are rounded to the nearest."""
 
 import pytest
 import torch

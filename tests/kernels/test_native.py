@@ -1,5 +1,5 @@
-"""The best library that a wheel ships is loaded; without one it is built once and kept; where it cannot be, torch's
-kernels take over."""
+"""The best library of the wheel is loaded; without one it is compiled once and cached; if that is impossible, torch's
+kernels are used."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ SOURCES = Path(native.__file__).parent
 
 
 def tell(**environment: str) -> list[str]:
-    """What on_build's callback was told."""
+    """Return the messages that on_build's callback received."""
     done = subprocess.run([sys.executable, "-c", TELLING], env=os.environ | environment, capture_output=True, text=True,
                           check=True)
     return done.stdout.splitlines()
@@ -69,7 +69,7 @@ def test_the_best_library_that_the_cores_can_run_is_taken(machine: str, features
     monkeypatch.setattr(build, "_cpuinfo", lambda: ["processor\t: 0", f"{key}\t\t: {features}"])
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(build, "_FOLDER", tmp_path)
-    assert build.shipped_library() is None  # an editable install
+    assert build.shipped_library() is None  # an editable install contains no library
     for level in build.LEVELS.get(machine, ()):
         (tmp_path / level.file).touch()
     found = build.shipped_library()
@@ -131,7 +131,7 @@ def test_no_symbol_is_left_to_be_found_in_what_happens_to_be_loaded_beside_it() 
 
 
 def copying_compiler(folder: Path) -> Path:
-    """One that compiles nothing, and links the library that this process uses: built by the real one, as any is."""
+    """Write a compiler that compiles nothing, and links by copying the library that this process uses."""
     library = native.library()
     assert library is not None
     program = folder / "copying"
@@ -156,11 +156,11 @@ def test_a_killed_build_is_swept_by_the_next_and_an_interrupted_one_leaves_nothi
         process.communicate()
         assert process.returncode != 0
         assert len(list((tmp_path / "native").iterdir())) == left
-        assert len(list(tmp_path.glob("*.started"))) <= 1 + cores  # the one that is done, and those that were running
+        assert len(list(tmp_path.glob("*.started"))) <= 1 + cores  # the completed one, and those that were running
 
 
 def test_sources_that_take_longest_are_begun_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begun last, one would be compiled alone, while a bar that counts sources says that it is nearly done."""
+    """Slow sources are compiled first; last, one would run alone while the progress bar shows almost 100%."""
     monkeypatch.setattr(build, "_cores", lambda: 1)
     begun = tmp_path / "begun"
     command = ["/bin/sh", "-c", f'echo "$2" >> {begun}', "compiler"]
@@ -173,7 +173,7 @@ def test_sources_that_take_longest_are_begun_first(tmp_path: Path, monkeypatch: 
 
 
 def slow_compiler(folder: Path) -> Path:
-    """One that compiles the source that is begun first at once, and takes a minute for each of the others."""
+    """Write a compiler that compiles the first source at once, and takes a minute for each other one."""
     program = folder / "slow"
     program.write_text(f"""#!/bin/sh
 while [ $# -gt 0 ]; do
@@ -207,5 +207,5 @@ for threads in (3, 1, 5):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", count], env=environment, capture_output=True, text=True, check=True)
     three, one, five = map(int, done.stdout.split())
-    assert one == three  # teams stay, and the caller is in each
+    assert one == three  # teams are reused, and the caller is a member of each
     assert five == three + 4

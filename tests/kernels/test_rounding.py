@@ -1,4 +1,4 @@
-"""Scales and rounding: every code is the nearest, scales are the better ones, and calibration lowers what it should."""
+"""Scales and rounding: codes are the nearest, scales the better ones, and calibration lowers the error it should."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def weights(rows: int = 24, columns: int = 96) -> torch.Tensor:
 
 
 def inputs(columns: int, count: int = 400) -> torch.Tensor:
-    """Inputs of which some directions are far larger than others, as a model's are."""
+    """Return inputs with some directions far larger than others, as in a model."""
     random = torch.Generator().manual_seed(2)
     mixed = torch.randn(columns, columns, generator=random) * torch.logspace(1, -2, columns)[:, None]
     return torch.randn(count, columns, generator=random) @ mixed

@@ -1,4 +1,4 @@
-"""The native kernels' threads: whoever calls, from however many threads or after a fork, gets the same numbers."""
+"""The native kernels' threads: any caller, from any number of threads or after a fork, gets the same numbers."""
 
 import os
 import time

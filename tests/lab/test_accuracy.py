@@ -1,4 +1,4 @@
-"""An experiment's `eval:`: every arm is asked once, the baseline first, and the report shows speed against KL."""
+"""An experiment's `eval:`: every arm is evaluated once, the baseline first, and the report shows speed against KL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASKED = {"tasks": ["perplexity"]}
 
 
 class Asked:
-    """Stands in for spill eval; `fails`: number of the call that fails."""
+    """A substitute for spill eval; `fails`: number of the call that fails."""
 
     def __init__(self, fails: int | None = None) -> None:
         self.calls: list[str] = []
@@ -36,7 +36,7 @@ class Asked:
 def test_every_arm_is_asked_once_and_the_report_shows_it(tmp_path: Path) -> None:
     made, asked = experiment(eval=ASKED, max_blocks=3, baseline="b"), Asked()
     run_experiment(made, tmp_path / "r", FakeLoad().bench(evaluate=asked))
-    run_experiment(made, tmp_path / "r", FakeLoad().bench(evaluate=asked))  # resumed: nothing is asked again
+    run_experiment(made, tmp_path / "r", FakeLoad().bench(evaluate=asked))  # resumed: nothing is evaluated again
     assert asked.calls == ["http://fake"] * 2
     report = read_report(tmp_path / "r")
     assert report.arm("b").scores[f"perplexity {KL}"] == 0, "the baseline is asked first"

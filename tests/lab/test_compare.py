@@ -1,4 +1,4 @@
-"""Two results of one measurement are compared: what became slower is told, and the exit code says so."""
+"""Two results of one measurement are compared: slowdowns are reported, also by the exit code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def verdict(before: Sequence[float], after: Sequence[float], lower: bool = False
 def test_the_verdict_says_what_the_repeats_say(before: list[float], after: list[float], word: str) -> None:
     assert verdict(before, after) == word
     turned = {SLOWER: FASTER, FASTER: SLOWER}.get(word, word)
-    assert verdict(before, after, lower=True) == turned  # of times less is better
+    assert verdict(before, after, lower=True) == turned  # of times, less is better
     assert verdict(after, before) == turned
 
 

@@ -1,4 +1,4 @@
-"""An experiment is read strictly, run in ABBA order, resumed where it stopped, and survives the death of an arm."""
+"""An experiment is parsed strictly, run in ABBA order, resumed where it stopped, and survives the death of an arm."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_document_becomes_arms_and_workloads() -> None:
     assert made.workload("load@request-rate=2").group == "load"
     assert (made.passes, made.passes_per_block) == (8, 2)
     assert made.workload("chats").offload  # the arms differ in a tier
-    assert not made.workload("load@request-rate=1").offload  # but this one says otherwise
+    assert not made.workload("load@request-rate=1").offload  # but this workload overrides it
     same = {**tiers(), "arms": {"a": {"engine": "spillover"}, "b": {"engine": "spillover", "args": {"block-size": 32}}}}
     assert not parse_experiment({**same, "baseline": "a"}).workload("chats").offload
 
@@ -249,7 +249,7 @@ def test_no_arm_stands_earlier_than_another(restart: str, order: str) -> None:
     assert len({visit.key for visit in planned}) == len(planned)
     means = {(arm, workload): sum(visit.index for visit in planned if (visit.arm, visit.workload) == (arm, workload))
              for arm in "abc" for workload in "wx"}
-    assert len(set(means.values())) == 1  # the same mean place: a steady drift cancels
+    assert len(set(means.values())) == 1  # the same mean position: a steady drift cancels
     if order == "abba":
         for block in range(made.max_blocks):
             here = [visit for visit in planned if visit.block == block]
@@ -303,7 +303,7 @@ def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path: Path) -> N
     assert len(halfway.visits) == 6
     assert not analysis_of(halfway)["complete"]
     results = run_experiment(made, tmp_path / "cut", second.bench())
-    assert len(second.measured) == 6  # what was done is not done again
+    assert len(second.measured) == 6  # completed visits are not repeated
     assert [visit["key"] for visit in results.visits] == [visit.key for visit in visits(made)]
     assert analysis_of(results)["complete"]
     assert len(results.sessions) == 2
@@ -330,6 +330,11 @@ def test_another_experiment_does_not_go_into_the_same_folder(tmp_path: Path) -> 
     run_experiment(experiment(max_blocks=1), tmp_path / "r", FakeLoad().bench())
     with pytest.raises(SpilloverError, match=r"its 'confidence' was 0\.99 and is now 0\.95\. .* --fresh"):
         run_experiment(experiment(max_blocks=1, confidence=0.95), tmp_path / "r", FakeLoad().bench())
+    made = experiment(max_blocks=1)
+    reworded = replace(made, arms=tuple(replace(arm, about="in other words") for arm in made.arms))
+    load = FakeLoad()
+    run_experiment(reworded, tmp_path / "r", load.bench())
+    assert load.measured == []  # descriptions make no other experiment
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     with pytest.raises(SpilloverError, match="is not empty"):
@@ -355,7 +360,7 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
                                        "c": {"engine": "spillover", "args": {"slowdown": 1.5}}})
     FakeEngine.started = 0
     results = run_experiment(made, tmp_path / "r", FakeLoad().bench())
-    assert FakeEngine.started == 2 * 8 + 1 + 1  # c once more before the first run, and big then and never again
+    assert FakeEngine.started == 2 * 8 + 1 + 1  # c once more before the first run; big only then
     cells = {cell["arm"]: cell for cell in analysis_of(results)["cells"]}
     assert (cells["big"]["status"], cells["big"]["valid"]) == ("failed", False)
     assert "out of memory: asked for 90 GB of 80" in cells["big"]["reason"]
@@ -363,7 +368,7 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
     verdicts = {(verdict["arm"], verdict["primary"]): verdict for verdict in analysis_of(results)["verdicts"]}
     assert verdicts["big", True]["verdict"] == "no verdict"
     assert "out of memory" in verdicts["big", True]["why"]
-    assert verdicts["c", True]["verdict"] == "slower"  # the others are judged all the same
+    assert verdicts["c", True]["verdict"] == "slower"  # the other arms are judged nevertheless
 
 
 def test_a_crash_during_a_run_keeps_what_was_measured(tmp_path: Path) -> None:
@@ -379,7 +384,7 @@ def test_a_crash_during_a_run_keeps_what_was_measured(tmp_path: Path) -> None:
     run = results.run(failed[0])
     assert run is not None
     assert len(run.records) == 12
-    assert results.visits[-1]["status"] == "ok"  # started again for its next turn
+    assert results.visits[-1]["status"] == "ok"  # restarted for its next turn
 
 
 def test_a_workload_that_an_arm_cannot_take_ends_that_arm_only(tmp_path: Path) -> None:
@@ -424,8 +429,8 @@ def test_an_engine_that_is_not_installed_is_skipped_with_the_command(tmp_path: P
     assert results.arms["v"]["install"] == "pip install vllm"
     cell = next(cell for cell in analysis_of(results)["cells"] if cell["arm"] == "v")
     assert (cell["status"], cell["reason"]) == ("skipped", "vLLM is not installed")
-    assert analysis_of(results)["complete"]  # there is nothing left that could be run
-    run_experiment(made, tmp_path / "r", FakeLoad().bench())  # once it is there
+    assert analysis_of(results)["complete"]  # there is nothing left to run
+    run_experiment(made, tmp_path / "r", FakeLoad().bench())  # vllm is available now
     assert len(Results.open(tmp_path / "r").visits) == 4
 
 

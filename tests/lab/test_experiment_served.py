@@ -1,4 +1,4 @@
-"""Experiments over real sockets: a server in a process of its own, the real load generator, the real command."""
+"""Experiments over real sockets: a server in a separate process, the real load generator, the real command."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def set_speed(server: MockServer, factor: float) -> None:
 
 def document(servers: tuple[MockServer, MockServer], **changes: Any) -> dict[str, Any]:
     return {"name": "mock", "about": "Mock servers.", "max-blocks": 3, "restart": "never", "warmups": 2,
-            "gates": dict.fromkeys(("client-saturated", "cold-start", "rate"), False),  # of the machine this runs on
+            "gates": dict.fromkeys(("client-saturated", "cold-start", "rate"), False),  # machine-dependent gates
             "arms": {name: {"engine": "url", "url": server.url} for name, server in zip("ab", servers, strict=True)},
             "workloads": {"load": LOAD}, **changes}
 
 
 @pytest.mark.alone
 def test_a_server_that_is_slower_is_found(servers: tuple[MockServer, MockServer], tmp_path: Path) -> None:
-    for server, factor in zip(servers, (5.0, 7.5), strict=True):  # 150 and 225 ms a request: long beside a busy core's
+    for server, factor in zip(servers, (5.0, 7.5), strict=True):  # 150 and 225 ms per request: long compared with noise
         set_speed(server, factor)
     made = parse_experiment(document(servers, **{"max-blocks": 10}))
     analysis = analysis_of(run_experiment(made, tmp_path / "r", Bench(ServedLoad(made), settle_seconds=0.0)))
@@ -70,7 +70,7 @@ def test_every_run_of_a_server_has_prompts_of_its_own(tmp_path: Path) -> None:
         prompts = [[tuple(entry["prompt"]) for entry in server.log() if len(entry["prompt"]) == 32]
                    for server in (one, other)]
     measured = [[prompt for prompt in each if each.count(prompt) == 1] for each in prompts]
-    assert [len(each) for each in measured] == [48, 48]  # 12 in each of two passes at two rates; warm-ups come again
+    assert [len(each) for each in measured] == [48, 48]  # 12 in each of two passes at two rates; warm-ups are repeated
     assert set(measured[0]) == set(measured[1])
     assert {visit["details"]["arrival"] for visit in results.visits} == {"poisson"}
 
@@ -99,7 +99,7 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(written: Path, tmp_path: Pa
     assert shown.exit_code == 0, shown.output
     told = " ".join(shown.output.split())
     assert "A block is 4 runs: load:a load:b load:b load:a" in told
-    assert "start" not in told  # nobody starts a server that runs already
+    assert "start" not in told  # a running server is not started
     assert "(answers)" in told
     assert "at least 4 blocks, at most 3 blocks or 1 h" in told
     assert "There will be no verdict: max-blocks is 3, and 1 comparison at 0.99 confidence take at least 4" in told
@@ -109,7 +109,7 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(written: Path, tmp_path: Pa
 def test_the_command_stopped_and_run_again_ends_in_a_report(servers: tuple[MockServer, MockServer],
                                                             tmp_path: Path) -> None:
     folder, written = tmp_path / "r", tmp_path / "mock.yaml"
-    written.write_text(json.dumps(document(servers, **{"max-blocks": 2})))  # of four visits
+    written.write_text(json.dumps(document(servers, **{"max-blocks": 2})))  # four visits per block
     command = [sys.executable, "-c", "from spillover.cli.main import main; main()", "lab", "run", str(written), "--out",
                str(folder), "--no-report"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ})
@@ -133,7 +133,7 @@ def test_the_command_stopped_and_run_again_ends_in_a_report(servers: tuple[MockS
     assert (folder / "report.html").stat().st_size > 1000
     further = spill("lab", "run", str(written), "--out", str(folder), "--no-report", "--max-blocks", "3")
     assert further.exit_code == 0, further.output
-    assert len(Results.open(folder).visits) == 12  # a limit may be raised: verdicts hold at whichever block it stops
+    assert len(Results.open(folder).visits) == 12  # a limit may be raised: verdicts hold wherever it stops
     written.write_text(written.read_text().replace('"warmups": 2', '"warmups": 3'))
     other = spill("lab", "run", str(written), "--out", str(folder))
     assert other.exit_code == 2

@@ -1,4 +1,4 @@
-"""An engine without a server is an arm like others: the same requests, and times that are the engine's own."""
+"""An engine without a server is an arm like others: the same requests, with the engine's own times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLAGS = {"load-format": "dummy", "skip-tokenizer-init": True, "device": "cpu", "
 
 
 def test_a_batch_in_process_and_the_same_requests_over_http(tmp_path: Path) -> None:
-    """A model that is a shape only: no weights, no tokenizer."""
+    """The same requests are measured in process and over HTTP, with a model without weights or tokenizer."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     made = parse_experiment({

@@ -1,4 +1,4 @@
-"""A run's share of its machine's limit: the least time of its work over the time it was at work."""
+"""A run's percentage of its machine's limit: the least time for its work divided by the time it was busy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.lab.fake_lab import make_run
 
 
 class OneTokenASecond:
-    """Reading is free; every computed token takes a second of arithmetic."""
+    """Limits at which reading is free and each computed token takes a second of arithmetic."""
 
     memory_rate = 1e9
     matrix_rate = 1.0
@@ -39,7 +39,7 @@ def test_waiting_for_requests_is_not_work() -> None:
 
 
 def test_the_share_is_of_what_had_to_be_computed() -> None:
-    run = make_run(count=2, gap=10.0, ttft=100.0, tpot=10.0)  # 100 prompt tokens, 8 out, 170 s each
+    run = make_run(count=2, gap=10.0, ttft=100.0, tpot=10.0)  # 100 prompt tokens, 8 output tokens, 170 s each
     assert reached(run, OneTokenASecond()).percent == pytest.approx(100 * 2 * 107 / (10 + 170))
     half = replace(run, records=tuple(replace(record, sources={"computed": 50, "host": 50}) for record in run.records))
     assert reached(half, OneTokenASecond()).percent == pytest.approx(100 * 2 * 57 / (10 + 170))

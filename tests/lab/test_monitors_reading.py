@@ -1,4 +1,4 @@
-"""What each monitor reads is what happened."""
+"""Each monitor reads what really happened."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_machine_s_cores_and_memory() -> None:
 
 @pytest.fixture
 def worker() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that holds 96 MiB and computes without end."""
+    """Yield a process that holds 96 MiB and computes forever."""
     program = f"held = bytearray({96 * MIB}); held[::4096] = b'x' * len(held[::4096]); print(flush=True)\nwhile 1: pass"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -51,8 +51,8 @@ def test_a_process_that_holds_memory_and_computes_is_seen_to(worker: subprocess.
     second = monitor.read()
     assert first["rss_bytes"] > 96 * MIB
     assert 96 * MIB < first["uss_bytes"] <= first["rss_bytes"]
-    assert "uss_bytes" not in second  # a walk over page tables, so only every few seconds
-    assert second["busy_percent"] > 5  # far below one core: others run here too
+    assert "uss_bytes" not in second  # needs a walk over page tables, so only every few seconds
+    assert second["busy_percent"] > 5  # far below one core: other processes run here too
     assert any(name.startswith(f'rss_bytes{{pid="{worker.pid}"') for name in second)
 
 
@@ -87,7 +87,7 @@ def test_a_disk_s_rate_is_what_its_counters_grew_by(monkeypatch: pytest.MonkeyPa
     now["vda"], now["vda1"] = counters(5000), counters(5000)
     found = monitor.read()
     assert found['written_bytes_per_second{disk="vda"}'] == 2000
-    assert found["written_bytes_per_second"] == 2000  # the partition moved the same bytes, not more
+    assert found["written_bytes_per_second"] == 2000  # the partition's bytes are not counted twice
     assert not any("loop" in name for name in found)
 
 
@@ -108,7 +108,7 @@ class NotSupportedError(NvmlError):
 
 
 def nvml(count: int = 1, starts: bool = True) -> Any:
-    """A stand-in for the library, of a GPU that does not tell its PCIe traffic."""
+    """Return a substitute for the library, with a GPU that does not report its PCIe traffic."""
     def init() -> None:
         if not starts:
             raise NvmlError("Driver Not Loaded")

@@ -1,4 +1,4 @@
-"""Monitors run beside a run: steadily, on one clock, and without getting in its way or in each other's."""
+"""Monitors sample during a run: regularly, with one clock, and without disturbing it or each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spillover.lab.monitors.exporter import Exporter, pcp_instructions
 
 
 class Counting:
-    """Counts its readings; may be slow, and may fail."""
+    """A monitor that counts its readings; may be slow, and may fail."""
 
     def __init__(self, source: str, seconds: float = 0.0, fails: bool = False, absent: str | None = None) -> None:
         self.source, self.readings, self.closed = source, 0, False
@@ -49,9 +49,9 @@ def test_readings_are_steady_on_one_clock_and_a_slow_monitor_holds_up_no_other()
     times = [row.time for row in recorder.rows if row.source == "quick" and row.metric == "readings_total"]
     assert before <= times[0]
     assert times[-1] <= after
-    assert 12 <= len(times) <= 23  # 20 in one second, the first, the last; fewer where the machine was held up
+    assert 12 <= len(times) <= 23  # 20 in one second, the first, the last; fewer if delayed
     assert len({row.time for row in recorder.rows if row.source == "slow"}) <= 6
-    # At absolute times: all but those that the machine held up lie on multiples of the period.
+    # At absolute times: except for delayed ones they are near multiples of the period.
     late = sorted((at - times[0] + 0.025) % 0.05 - 0.025 for at in times[:-1])
     assert abs(late[len(late) // 2]) < 0.02
     assert quick.closed
@@ -102,7 +102,7 @@ def test_no_rows_are_a_file_too(tmp_path: Path) -> None:
     assert read_parquet(write_parquet([], tmp_path / "rows.parquet")) == []
 
 
-# The exporter, read by parsers that nobody here wrote
+# The exporter, read by third-party parsers
 
 def scrape(url: str, accept: str) -> tuple[str, str]:
     request = urllib.request.Request(url, headers={"Accept": accept})
@@ -115,7 +115,7 @@ def scrape(url: str, accept: str) -> tuple[str, str]:
 def test_the_exporter_s_page_is_what_prometheus_and_co_pilot_read(accept: str, parse: object) -> None:
     engine, cpu = Counting("engine"), CpuMonitor()
     with Exporter([engine, cpu, NvmlMonitor(), Counting("broken", fails=True)], port=0) as exporter:
-        assert engine.readings == 0  # read when it is asked, not before
+        assert engine.readings == 0  # read on request, not before
         kind, text = scrape(exporter.url, accept)
         scrape(exporter.url, accept)
     assert kind.startswith(accept.partition(";")[0])

@@ -1,4 +1,4 @@
-"""What can be known beforehand is told before the first run: what a gate will refuse, and what cannot be started."""
+"""Foreseeable problems are reported before the first run: gates that will reject it, and engines that cannot start."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def unused_url() -> str:
 
 def test_six_requests_where_ten_are_needed_are_seen_beforehand() -> None:
     found = told(workloads={"load": {**LOAD, "num-prompts": 6}})
-    assert len(found) == 2  # of two medians
+    assert len(found) == 2  # for two medians
     assert found[0].startswith("workload 'load', gate samples: median_ttft_ms rests on 6 requests per run, and at "
                                "least 10 are needed")
     assert told() == []

@@ -1,4 +1,4 @@
-"""What a report is quoted by: a badge, a PDF, and a site of many reports."""
+"""Forms in which a report is quoted: a badge, a PDF, and a site of many reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts(svg: str) -> list[str]:
 
 
 def without_plots(folder: Path) -> None:
-    """Write what is quick of a report; plots take seconds."""
+    """Write the quick files of a report; plots take seconds."""
     report = read_report(folder)
     (folder / "report.html").write_text(render(report, figures(report)))
     (folder / "REPORT.md").write_text(markdown(report, []))

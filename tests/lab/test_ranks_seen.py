@@ -1,4 +1,4 @@
-"""What ranks of a sharded model waited for each other is read from the server's counters, and stands in the report."""
+"""The time that ranks of a sharded model waited for each other is read from the server's counters and reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.lab.fake_lab import FakeLoad
 
 
 def page(report: RanksReport, steps: int) -> str:
-    """Return what our own server writes."""
+    """Return the metrics page of our own server."""
     plan = SimpleNamespace(placement=None, slot_bytes=0, dtype="float32", kv_cache_dtype="auto", block_size=8,
                            num_blocks=1)
     info: Any = SimpleNamespace(plan=plan, config=EngineConfig(), restarts=0, started=1.0)
@@ -46,7 +46,7 @@ def test_one_rank_tells_nothing() -> None:
 
 
 class Ranked(FakeLoad):
-    """Load on engines that say how long their ranks waited: 1 ms in a step for each rank."""
+    """Load on engines that report how long their ranks waited: 1 ms per step and rank."""
 
     def measure(self, workload: WorkloadSpec, running: Any, repeat: int, progress: Progress | None = None) -> Measured:
         measured = super().measure(workload, running, repeat, progress)

@@ -1,4 +1,4 @@
-"""A report says what the results say: verdicts first, none for an arm that fails a gate, the same numbers everywhere.
+"""A report agrees with its results: verdicts first, none for an arm that fails a gate, the same numbers everywhere.
 
 The numbers are made up (`made_up_results`); verdicts and medians are the lab's own analysis of them.
 """
@@ -128,13 +128,13 @@ def test_summary_has_a_row_an_arm_and_group_and_detailed_one_a_run(report: Repor
 
 
 def test_a_ratio_is_the_same_number_in_every_file(tmp_path: Path) -> None:
-    """Of a metric that is better lower: the page, the text and the table all say how many times better."""
+    """For a metric where lower is better, the page, the text and the table all state how many times better."""
     folder = write_results(tmp_path / "latency", arms=("device", "host"), rates=(), primary="median_ttft_ms")
     report, files = read_report(folder), write_report(folder)
     row = next(row for row in csv.DictReader(files.summary_csv.open()) if row["arm"] == "host")
     verdict = report.primary_verdicts()[0]
     assert verdict.ratio is not None
-    assert verdict.ratio < 1  # as it was measured, arm over baseline
+    assert verdict.ratio < 1  # as measured, arm over baseline
     assert verdict.verdict == row["verdicts"] == "faster"
     assert row["verdict_metric"] == "median_ttft_ms"
     better, low, high = (float(row[name]) for name in ("times_better_than_baseline", "times_better_low",
@@ -184,7 +184,7 @@ def test_parts_of_the_latency_and_of_prompt_tokens_add_up(report: Report) -> Non
     assert cell is not None
     assert dict(zip(split.parts, host.parts, strict=True))["prefill"] == pytest.approx(cell.split["prefill"])
     silent = next(row for row in split.rows if (row.workload, row.arm) == ("chats", "slow"))
-    assert silent.parts[:4] == (0, 0, 0, 0)  # it does not tell: only what the client saw
+    assert silent.parts[:4] == (0, 0, 0, 0)  # it reports no phases: only what the client measured
     assert silent.note
 
 
@@ -210,7 +210,7 @@ def test_a_chunk_of_several_tokens_is_several_gaps_and_a_stall_is_not_averaged_a
     assert times.tolist() == pytest.approx([0.1, 0.4, 0.4, 0.4])
     drawn = token_gaps(report)
     assert drawn is not None
-    assert max(max(line.upper) for line in drawn.panels[0].lines) > 150  # the spikes that were made up
+    assert max(max(line.upper) for line in drawn.panels[0].lines) > 150  # the made-up spikes
 
 
 def test_runs_that_all_passed_are_said_to_have_passed_beside_what_is_to_be_known(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of a report in a real browser: it draws, it answers, it can be read in light and dark, and asks nobody else.
+"""The page of a report in a real browser: it draws, reacts, is readable in light and dark, and loads nothing else.
 
 The numbers are made up (`made_up_results`).
 """
@@ -19,7 +19,7 @@ from support.servers.chromium import Chromium, find_chromium
 
 pytest.importorskip("pyarrow")
 
-# The contrast of every visible text with what lies behind it, worst first. SVG text is painted by `fill`.
+# The contrast of every visible text with its background, worst first. SVG text is painted by `fill`.
 CONTRASTS = """(() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
   const linear = (c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
@@ -166,7 +166,7 @@ def test_text_can_be_read_and_controls_have_names(browser: Chromium, page: Path,
     assert all(node.get("name", {}).get("value") for node in controls)
 
 
-# In every line plot: how far texts leave the picture, and how far lines leave the marks of the axis, in pixels.
+# For every line plot: how far texts exceed the picture, and how far lines exceed the ticks of the axis, in pixels.
 OUTSIDE = """(() => [...document.querySelectorAll("figure svg")].map((svg) => {
   const frame = svg.getBoundingClientRect();
   const texts = [...svg.querySelectorAll("text")].map((text) => text.getBoundingClientRect());
@@ -181,7 +181,7 @@ OUTSIDE = """(() => [...document.querySelectorAll("figure svg")].map((svg) => {
 
 
 def scaled(figure: Figure, factor: float) -> Figure:
-    """The same picture of a machine with other numbers; shares stay shares."""
+    """Return the same picture with the numbers of another machine; shares stay shares."""
     if not isinstance(figure, LineFigure):
         return figure
     def line(one: Line, panel: Panel) -> Line:

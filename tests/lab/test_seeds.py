@@ -1,4 +1,4 @@
-"""Experiments that ship can be run as they are written: arms that exist, flags that engines know, loads that work."""
+"""The included experiments run as written: arms that exist, flags that engines know, loads that work."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_seeds_have_the_arms_that_their_documents_compare() -> None:
     emulated = ["uvm-emulated", "uvm-prefetch-emulated"]
     managed = {"uvm", "uvm-prefetch", "uvm-advise"}
     assert arms(made["seed-000"]) == ["offload", "demand", "sequential", *emulated]
-    for name in ("seed-000", "seed-002"):  # what a CPU emulates is called so, and a GPU emulates nothing
+    for name in ("seed-000", "seed-002"):  # arms emulated on a CPU are named so, and a GPU emulates nothing
         assert managed < set(arms(load_experiment(name, "gpu")))
         assert not set(emulated) & set(arms(load_experiment(name, "gpu")))
         assert {arm.spec.args.get("weights") for arm in made[name].arms if "emulated" in arm.name} < managed

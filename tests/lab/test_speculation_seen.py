@@ -1,4 +1,4 @@
-"""What arms drafted is read from their servers' counters, whoever's names these have, and stands in the report."""
+"""Draft counts of arms are read from their servers' counters, under the names of each engine, and reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",pos
 
 
 def ours(counts: DraftCounts, simulated: bool) -> str:
-    """Return what our own server writes."""
+    """Return the metrics page of our own server."""
     plan = SimpleNamespace(placement=None, slot_bytes=0, dtype="float32", kv_cache_dtype="auto", block_size=8,
                            num_blocks=1)
     flags: dict[str, Any] = ({"load_format": "dummy", "speculative_simulate": "0.8,0.5"} if simulated
@@ -96,7 +96,7 @@ def test_sglang_tells_two_gauges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Drafting(FakeLoad):
-    """Load on engines that say how much they drafted: as many tokens a pass as they are told to, two thirds right."""
+    """Load on engines that report drafts: the configured number of tokens per pass, two thirds of them accepted."""
 
     def measure(self, workload: WorkloadSpec, running: Any, repeat: int, progress: Progress | None = None) -> Measured:
         measured = super().measure(workload, running, repeat, progress)
@@ -128,7 +128,7 @@ def test_week_11_has_the_metrics_of_its_document_in_the_report(tmp_path: Path) -
         assert cells["acceptance"] == "67%"
         assert cells["tokens per pass"] == {1: "1.67", 3: "3", 5: "4.33", 7: "5.67"}[count]
         assert cells["wasted"] == str(10 * count)
-        assert cells["drafted"] == "-"  # not every server counts what was cut
+        assert cells["drafted"] == "-"  # not every server counts drafts that were cut
         assert cells["verifying, ms"] == "400"
         assert row[-1].text == " ".join(["67%"] * count)
     assert "### Speculation" in markdown(report, [])

@@ -1,4 +1,4 @@
-"""Each gate finds the fault that it is for, when it is put in, and nothing in a run that is sound."""
+"""Each gate finds the fault that it is for, and nothing in a sound run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_longer_prompt_or_a_prefix_that_others_reuse_is_no_cold_start() -> Non
     run = make_run()
     long = edited(run, 0, **later(run.records[0], 0.9), prompt_tokens=1000)
     assert judge(sample(long), Gates()) == []
-    # The first of a shared prefix computes it; the server tells so, or the workload does.
+    # The first request with a shared prefix computes it, as shown by the server's or the workload's numbers.
     slow = edited(run, 0, **later(run.records[0], 0.9))
     told = replace(slow, records=tuple(
         replace(record, sources={"computed": 100 if record.index == 0 else 4, "device": 0 if record.index == 0 else 96})
@@ -101,7 +101,7 @@ def test_hits_that_the_workload_cannot_explain() -> None:
     by_request = replace(make_run(), records=tuple(replace(record, sources={"computed": 20, "host": 80})
                                                    for record in make_run().records))
     assert gates(judge(sample(by_request), Gates())) == ["contamination"]
-    # A cache that matches single tokens finds a template's beginning in every prompt.
+    # A cache that matches single tokens finds the start of a template in every prompt.
     assert judge(sample(make_run(counters={"prefix_cache_queries": 2000.0, "prefix_cache_hits": 40.0})), Gates()) == []
 
 
@@ -179,7 +179,7 @@ def _slow_down(engine: FakeEngine, repeat: int) -> None:
 
 @pytest.mark.parametrize("gate", FAULTS)
 def test_an_arm_that_is_not_valid_gets_no_verdict(tmp_path: Path, gate: str) -> None:
-    """Through the whole experiment: b is far slower, which is told as a number and not as a verdict."""
+    """In a whole experiment, an invalid arm b is far slower, which appears as a number and not as a verdict."""
     made = experiment(arms={"a": {"engine": "spillover", "args": {"pool": 1000}},
                             "b": {"engine": "spillover", "args": {"pool": 1000, "slowdown": 2, "tires": True,
                                                                   "host-memory": "1GB"}}})

@@ -1,4 +1,4 @@
-"""Experiments that run until they are decided are seldom wrong, however often they look; words agree with numbers.
+"""Experiments that run until they are decided are seldom wrong, however often they check; words agree with numbers.
 
 Simulated runs vary by 2.5%, and a slow walk is shared by all arms; two ABBA pairs make a block, so that block ratios
 vary by 2.5% as well. That is a quiet machine: benchmarks/lab_stopping.py has other spreads.
@@ -49,7 +49,7 @@ def comparison(values: list[float], base: list[float], metric: str = "output_thr
 
 
 def noisy(rng: np.random.Generator, ratio: float = 1.0, unrest: float = 0.025, blocks: int = 10) -> Comparison:
-    """An experiment of ABBA blocks on a machine that also drifts."""
+    """Return an experiment of ABBA blocks on a machine that also drifts."""
     drift = np.cumsum(rng.normal(0, 0.01, size=2 * blocks))
     base, values = (np.exp(drift + rng.normal(0, unrest, size=2 * blocks)) for _ in range(2))
     return comparison((ratio * values).tolist(), base.tolist(), block=2)
@@ -60,7 +60,7 @@ def first_blocks(made: Comparison, blocks: int) -> Comparison:
 
 
 def until_decided(together: list[Comparison], rule: Rule = RULE, most: int = MAX_BLOCKS) -> list[Verdict]:
-    """As an experiment runs: looks after every block, and stops when all are decided."""
+    """Decide after every block, as an experiment does, and stop when all comparisons are decided."""
     for blocks in range(rule.minimum_blocks, most + 1):
         verdicts = decide([first_blocks(made, blocks) for made in together], rule)
         if all(verdict.final for verdict in verdicts):
@@ -78,7 +78,7 @@ def analysed(folder: Path, seed: int, unrest: float = 0.025, **arm_b: Any) -> di
 
 
 def test_equal_arms_end_in_same_in_nineteen_experiments_of_twenty() -> None:
-    """Default settings allow one in a hundred to end in faster or slower; hardly any is left undecided."""
+    """With default settings one in a hundred may end in faster or slower; hardly any stays undecided."""
     rng = np.random.default_rng(0)
     ends = [until_decided([noisy(rng, blocks=MAX_BLOCKS)])[0].verdict for _ in range(200)]
     assert sum(verdict in (FASTER, SLOWER) for verdict in ends) <= 4  # 2 are allowed on average
@@ -94,7 +94,7 @@ def test_a_true_difference_of_five_percent_is_found_in_nineteen_experiments_of_t
 
 @pytest.mark.parametrize("ratio", [1.02, 1 / 1.02])
 def test_same_within_two_percent_is_right_wherever_it_is_said(ratio: float) -> None:
-    """At the margin itself, where it is hardest, and beyond."""
+    """The verdict is right at the margin itself, where it is hardest, and beyond."""
     rng = np.random.default_rng(2)
     ends = [until_decided([noisy(rng, ratio, blocks=MAX_BLOCKS)])[0].verdict for _ in range(200)]
     assert ends.count(SAME) <= 4
@@ -119,7 +119,7 @@ def test_blocks_that_are_not_normal_are_judged_as_carefully(tail: str) -> None:
         noise = {"heavy": 0.02 * rng.standard_t(2, size=(2, 60)),
                  "outliers": rng.normal(0, 0.02, size=(2, 60)) + 0.2 * (rng.random(size=(2, 60)) < 0.05),
                  "drift": rng.normal(0, 0.025, size=(2, 60))}[tail]
-        if tail == "drift":  # the machine loses half its speed; in a block each arm stands as early as it stands late
+        if tail == "drift":  # the machine loses half its speed; each arm runs early and late in a block equally often
             noise += np.linspace(0, -0.7, 120).reshape(60, 2)[:, ::-1].T
             noise[:, 1::2] = noise[::-1, 1::2]
         made = comparison(np.exp(noise[0]).tolist(), np.exp(noise[1]).tolist(), block=2)
@@ -128,7 +128,7 @@ def test_blocks_that_are_not_normal_are_judged_as_carefully(tail: str) -> None:
 
 
 def test_a_large_difference_on_a_noisy_machine_is_decided_after_a_few_more_blocks() -> None:
-    """Four blocks of 5.8x that vary by 75% leave 0.55x to 61x open; the experiment goes on."""
+    """Four blocks of 5.8x that vary by 75% leave 0.55x to 61x open; more blocks decide it."""
     rng = np.random.default_rng(5)
     for _ in range(50):
         made = comparison((5.8 * rng.lognormal(0, 0.75, size=MAX_BLOCKS)).tolist(), [1.0] * MAX_BLOCKS)
@@ -156,7 +156,7 @@ def test_an_experiment_stops_at_its_limits_and_goes_on_when_they_are_raised(tmp_
     assert (cut["blocks"], cut["stopped"]["reason"]) == (5, "max-blocks")
     assert cut["verdicts"][0]["verdict"] == NO_DIFFERENCE
     assert "no difference shown, undecided after 5 blocks" in cut["headline"][0]
-    hurried = replace(made, max_blocks=40, time_limit=1e-9)  # no block would end in time
+    hurried = replace(made, max_blocks=40, time_limit=1e-9)  # no block would complete in time
     late = analysis_of(run_experiment(hurried, tmp_path / "r", FakeLoad(1, unrest=0.2).bench()))
     assert (late["blocks"], late["stopped"]["reason"]) == (5, "time-limit")
     assert "the same command goes on" in late["stopped"]["text"]
@@ -272,7 +272,7 @@ def test_every_metric_that_can_be_named_has_its_direction() -> None:
 
 
 def test_more_comparisons_need_more_evidence() -> None:
-    """Among two hundred arms that are all the same, one that is a little lucky is no discovery; alone it would be."""
+    """Among two hundred equal arms, one that is slightly lucky is no discovery; alone it would be."""
     lucky = comparison([1.06, 1.07, 1.10, 1.05, 1.03, 1.08, 1.02, 1.09], [1.0] * 8)
     rng = np.random.default_rng(2)
     among = decide([lucky, *(noisy(rng) for _ in range(200))], RULE)
@@ -285,7 +285,7 @@ def test_more_comparisons_need_more_evidence() -> None:
 
 def test_what_an_arm_that_is_not_valid_measured_takes_nothing_from_the_others() -> None:
     rng = np.random.default_rng(6)
-    good, bad = noisy(rng, 1.1), comparison([2.0] * 6, [1.0] * 6, barred="arm is not valid: errors")
+    good, bad = noisy(rng, 1.1), comparison([2.0] * 6, [1.0] * 6, no_verdict_reason="arm is not valid: errors")
     assert decide([good, bad, bad], RULE)[0] == one(good)
 
 
@@ -301,16 +301,16 @@ def test_few_blocks_zeros_and_invalid_arms_get_no_verdict() -> None:
     few = one(comparison([2.0, 2.0], [1.0, 1.01]))
     assert (few.verdict, few.why) == (NO_VERDICT, "2 blocks, and at least 4 are needed")
     assert not few.final
-    assert few.ratio == pytest.approx(1.99, abs=0.01)  # told, not judged
+    assert few.ratio == pytest.approx(1.99, abs=0.01)  # reported, but not judged
     assert (few.low, few.high) == (None, None)
     zero = one(comparison([0.0, 1.0, 1.0], [1.0, 1.0, 1.0], "request_goodput"))
     assert "was 0 or missing" in (zero.why or "")
     assert "no block" in (one(comparison([], [])).why or "")
-    barred = one(comparison([2.0, 2.01, 1.99, 2.0], [1.0] * 4, barred="arm is not valid: errors"))
-    assert (barred.verdict, barred.why) == (NO_VERDICT, "arm is not valid: errors")
-    assert "no verdict: arm is not valid" in barred.text
+    no_verdict_reason = one(comparison([2.0, 2.01, 1.99, 2.0], [1.0] * 4, no_verdict_reason="arm is not valid: errors"))
+    assert (no_verdict_reason.verdict, no_verdict_reason.why) == (NO_VERDICT, "arm is not valid: errors")
+    assert "no verdict: arm is not valid" in no_verdict_reason.text
     assert zero.final
-    assert barred.final  # more blocks would not help
+    assert no_verdict_reason.final  # more blocks would not help
 
 
 def test_students_quantiles_are_those_of_the_tables() -> None:

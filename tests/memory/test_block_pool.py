@@ -1,4 +1,4 @@
-"""The block pool's state machine refuses what must not happen, and names the block and its state."""
+"""The block pool's state machine rejects invalid transitions, and names the block and its state."""
 
 import random
 
@@ -103,7 +103,7 @@ def test_a_block_settles_after_a_copy_where_its_holders_left_it() -> None:
 @settings(deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 60))
 def test_a_run_of_blocks_is_what_its_blocks_are_one_by_one(rng: random.Random, steps: int) -> None:
-    """Runs in order, legal or not: both pools end in the same states, and refuse the same block for the same reason."""
+    """Runs of blocks, legal or not, end in the same states as single blocks, and fail for the same reason."""
     runs, singles = BlockPool(6), BlockPool(6)
     for _ in range(steps):
         name = rng.choice(OPERATIONS)

@@ -1,4 +1,4 @@
-"""Blocks that another engine is storing: how long a prompt waits for them, and that a prompt's own leave at once."""
+"""Blocks that another engine is storing: how long a prompt waits for them, and how soon its own are stored."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spillover.memory.spill.restore_plan import ComputeCost
 from support.simulated_tiers import DictTier
 from support.tiered_world import SIZE, World, prompt
 
-STEP = 0.0005  # of simulated time
+STEP = 0.0005  # seconds of simulated time
 
 
 class Filling:
-    """A store in whose tier more and more of a prompt's blocks are found."""
+    """A store whose tier contains a growing number of a prompt's blocks."""
 
     tiers = ("pool",)
     keeps = False
@@ -47,7 +47,7 @@ class Filling:
 
 
 def waited(gaps: Sequence[float], token_seconds: float | None) -> tuple[float, int]:
-    """Play blocks that come with these gaps; return how long the prompt waits, and how many it then finds."""
+    """Simulate blocks that arrive with these gaps; return how long the prompt waits, and how many it then finds."""
     store: Any = Filling()
     lookups = Lookups(KVCache(64, SIZE, (None,)), store)
     tokens = prompt(1, len(gaps) * SIZE + 1)
@@ -69,7 +69,7 @@ def test_waiting_costs_no_more_than_computing_would(gaps: list[float], token_sec
     seconds, found = waited(gaps, token_seconds)
     assert seconds <= COMING_SECONDS + 2 * STEP
     at = list(accumulate(gaps))
-    if found < len(gaps):  # it was given up: nothing had come for as long as computing all that is missing takes
+    if found < len(gaps):  # it gave up: no block had arrived for as long as computing all missing ones takes
         silence = seconds - (at[found - 1] if found else 0.0)
         computing = (len(gaps) - found) * SIZE * (token_seconds or COMING_SECONDS)
         assert silence > max(computing, LEAST_SECONDS) - 0.01 or seconds > COMING_SECONDS - 0.01
@@ -87,7 +87,7 @@ def test_what_keeps_coming_is_waited_for_and_what_never_comes_is_computed() -> N
 
 
 def test_a_part_of_a_prompt_leaves_while_the_next_is_computed() -> None:
-    """With --spill eager also beside steps that compute prompts, when other copies wait."""
+    """With --spill eager blocks are copied also during steps that compute prompts, when other copies wait."""
     for eager in (True, False):
         world = World(24, eager=eager, tiers=[DictTier])
         tokens = prompt(1, 40)
@@ -100,7 +100,7 @@ def test_a_part_of_a_prompt_leaves_while_the_next_is_computed() -> None:
 
 
 def test_more_blocks_than_there_are_slots_leave_while_one_step_runs() -> None:
-    """A step may compute more blocks than staging holds: they follow each other while the next step runs."""
+    """If a step computes more blocks than staging holds, all are copied one after another during the next step."""
     world = World(24, eager=True, tiers=[DictTier], staging=4)
     tokens = prompt(1, 20 * SIZE)
     world.kv.admit("a", tokens)
@@ -109,8 +109,8 @@ def test_more_blocks_than_there_are_slots_leave_while_one_step_runs() -> None:
     (tier,) = world.store.tiers
     assert isinstance(tier, DictTier)
     running = Running(lambda: len(tier.blocks) == 20)
-    world.engine._hand_on(running)  # type: ignore[arg-type]
-    assert len(tier.blocks) >= 16  # the last few may be on their way
+    world.engine._poll_urgent_spills(running)  # type: ignore[arg-type]
+    assert len(tier.blocks) >= 16  # the last few may be in flight
     world.close()
 
 
@@ -124,7 +124,7 @@ def test_the_blocks_of_the_last_step_leave_though_nobody_asks_for_anything_more(
 
 
 class Running:
-    """A step that computes a prompt until a condition holds, or it was asked too often."""
+    """A step that computes a prompt until a condition holds, or done() was called too often."""
 
     def __init__(self, ended: Callable[[], bool]) -> None:
         self.step = SimpleNamespace(has_prefill=True)

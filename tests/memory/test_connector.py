@@ -1,4 +1,4 @@
-"""The contract that every KV connector keeps towards the scheduler, and what the tiered one promises beside it."""
+"""The contract of every KV connector with the scheduler, and the additional promises of the tiered one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.simulated import SLOT
 from support.simulated_tiers import DictTier, MappedDictTier
 from support.tiered_world import SIZE, World, prompt
 
-PATIENCE = 10.0  # seconds that anything here may take
+PATIENCE = 10.0  # maximum seconds of any operation here
 BLOCKS = 24
 
 
@@ -26,7 +26,7 @@ BLOCKS = 24
 class Place:
     kv: KVCache
     connector: KVConnector
-    stores: bool | None = True  # whether blocks that went down come back; None: some may
+    stores: bool | None = True  # whether spilled blocks can be restored; None: some can
     covered: int = 0  # tokens that the sequence admitted last found on the device
 
     def check(self) -> None:
@@ -46,7 +46,7 @@ class Place:
         self.until(lambda: not self.connector.busy and not self.kv.num_in_flight)
 
     def admit(self, seq: str, tokens: list[int]) -> int | None:
-        """As the scheduler does: looked up, admitted, and what is stored begun to be loaded."""
+        """Admit as the scheduler does: look up, admit, and begin to load stored blocks."""
         self.until(lambda: self.connector.lookup(seq, tokens, None))
         self.covered = self.kv.admit(seq, tokens)
         end = self.connector.begin(seq, tokens, None)
@@ -61,7 +61,7 @@ class Place:
         return False
 
     def finish(self, seq: str, tokens: list[int], num_computed: int) -> None:
-        """Takes over what is loaded and computes the rest."""
+        """Adopt loaded blocks and compute the rest."""
         deadline = time.monotonic() + PATIENCE
         while num_computed < len(tokens):
             assert time.monotonic() < deadline
@@ -140,11 +140,11 @@ def test_what_was_never_begun_may_be_ended(place: Place) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lives_of_sequences(place: Place, seed: int) -> None:
-    """Begun, loaded, computed and ended at any moment: progress is whole blocks and never back, its sources add up, and
-    in the end no block is left behind."""
+    """Sequences that begin, load, compute and finish at any moment: progress is in whole blocks and never decreases,
+    sources add up, and no block leaks."""
     rng = random.Random(seed)
     kv, connector = place.kv, place.connector
-    live: dict[str, tuple[list[int], int]] = {}  # tokens, computed
+    live: dict[str, tuple[list[int], int]] = {}  # tokens, number computed
     loaded = 0
     for step in range(250):
         if len(live) < 3 and rng.random() < 0.4:
@@ -196,7 +196,7 @@ def test_random_lives_of_sequences(place: Place, seed: int) -> None:
     assert place.stores in (loaded > 0, None)
 
 
-# What only tiers can do
+# Only with tiers
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def world():  # type: ignore[no-untyped-def]
 
 
 def push_out(place: Place, tokens: list[int]) -> None:
-    """Stores a prompt and has others take its place on the device."""
+    """Store a prompt and evict it from the device with other prompts."""
     for number, text in enumerate([tokens, prompt(900, 80), prompt(901, 80)]):
         seq = f"push{number}"
         assert place.admit(seq, text) is not None
@@ -350,7 +350,7 @@ def test_a_block_that_host_memory_loses_before_it_is_loaded_is_computed(world) -
 
 
 def test_a_tier_is_asked_for_many_blocks_at_once_however_few_one_copy_takes(world) -> None:  # type: ignore[no-untyped-def]
-    """So that a disk knows which of them begin the prefix, and a remote store needs few round trips."""
+    """Loads are requested in bulk, so a disk sees which blocks begin the prefix, and a store needs few round trips."""
     made, place = world(tiers=[DictTier], staging=64, rates={"host": 1.0})
     assert made.store.copies.batch == 1
     tokens = prompt(1, 41)
@@ -415,7 +415,7 @@ def test_spills_and_offloads_under_way_at_once_each_end_with_their_own(world) ->
     assert place.admit("old", old) == 40
     assert place.compute("old", old, 40)
     place.release("old")
-    place.connector.poll()  # begins to spill what nobody holds
+    place.connector.poll()  # begins to spill blocks that no request holds
     assert place.admit("long", long) == 48
     assert place.compute("long", long, 48)
     spilling = place.kv.num_in_flight

@@ -1,4 +1,4 @@
-"""Slots of experts: each belongs to one expert or to none, whoever is evicted; and what recorded routing says of it."""
+"""Slots of experts: each belongs to at most one expert, whatever is evicted; and predictions from recorded routing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_who_is_kept_stays_and_who_is_worth_least_goes() -> None:
         cache.take(0, expert)
     assert cache.ask(0, 0) is not None
     cache.take(0, 5, keep=[1])
-    assert sorted(cache.resident(0)) == [0, 1, 5]  # 2 was unused for longest of those that might go
+    assert sorted(cache.resident(0)) == [0, 1, 5]  # 2 was the least recently used of those that may be evicted
     assert cache.take(0, 6, keep=[0, 1, 5]) is None
 
 
@@ -59,7 +59,7 @@ def test_static_never_gives_up_its_own() -> None:
         cache.take(0, expert)
     assert set(range(6)) <= set(cache.resident(0))
     assert cache.take(0, 13, keep=(11, 12)) is None
-    assert cache.take(0, 13, keep=(11, 12), pinned=True) is not None  # unless nothing else can go
+    assert cache.take(0, 13, keep=(11, 12), pinned=True) is not None  # unless nothing else can be evicted
     assert sorted(cache.resident(0)) == [1, 2, 3, 4, 5, 11, 12, 13]
 
 

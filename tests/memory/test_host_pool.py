@@ -1,4 +1,4 @@
-"""The pool of host memory: what it hands out, counts, pins and refuses, with a driver that is written down here."""
+"""The pool of host memory, with a simulated driver: what it allocates, counts, pins and rejects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spillover.memory.transfer.host_pool import HostPool
 
 
 class Driver:
-    """Remembers what is pinned, and that nothing is pinned twice or let go of twice."""
+    """Records what is pinned, and checks that nothing is pinned or unpinned twice."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.pinned: dict[int, int] = {}
@@ -99,7 +99,7 @@ def test_memory_of_others_is_pinned_piece_by_piece_as_copies_meet_it_and_let_go_
     assert list(driver.pinned) == [address_of(own)]
     with pytest.raises(ValueError, match="not of this pool"):
         pool.pin([address_of(shared)])
-    shared.release()  # nothing holds it any more
+    shared.release()  # the last reference to it
     pool.release("kv")
     assert not driver.pinned
 

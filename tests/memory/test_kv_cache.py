@@ -1,4 +1,4 @@
-"""What the KV cache promises the scheduler, one promise a test."""
+"""The promises of the KV cache to the scheduler, one per test."""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from spillover.memory.policies import LRU
 
 
 def run(cache: KVCache, seq: str, tokens: list[int], salt: str | None = None, chunk: int = 10_000) -> int:
-    """Admits and computes a whole prompt; returns the tokens found."""
+    """Admit and compute a whole prompt; return the number of tokens found."""
     computed = covered = cache.admit(seq, tokens, salt)
     while computed < len(tokens):
         computed = min(computed + chunk, len(tokens))
@@ -37,7 +37,7 @@ def test_two_identical_prompts_in_one_batch_never_share_or_lose_a_page() -> None
     first, second = list(cache.table("a")), list(cache.table("b"))
     assert not set(first) & set(second)
     cache.release("a")
-    # The duplicate's pages stay with b: a new sequence gets none of them.
+    # The duplicate's blocks stay with b: a new sequence gets none of them.
     assert cache.admit("c", [7] * 8) == 0
     assert cache.extend("c", 4)
     assert cache.table("b") == second
@@ -146,7 +146,7 @@ def test_the_least_recently_used_prefix_goes_first_and_from_its_end() -> None:
     for name, tokens in prompts.items():
         run(cache, name, tokens)
         cache.release(name)
-    cache.admit("again", prompts["a"])  # a is now the fresher of the two
+    cache.admit("again", prompts["a"])  # makes a the more recently used of the two
     cache.release("again")
     cache.admit("new", [7])
     assert cache.extend("new", 12)  # two blocks are free
@@ -188,7 +188,7 @@ def test_the_promised_peak_is_never_passed_and_is_reached(window: int, chunk: in
     tokens = list(range(131))
     cache = KVCache(200, 4, [None, window], prefix_caching=False)
     most = 0
-    # Every offset of the chunks against the blocks.
+    # Every offset between chunks and blocks.
     for offset in range(1, 5):
         cache.admit("a", tokens)
         computed = 0
@@ -218,13 +218,13 @@ def test_a_window_takes_from_a_cached_prefix_only_what_it_sees() -> None:
 def test_a_prefix_whose_window_was_evicted_is_cut_to_where_one_is_whole() -> None:
     cache = KVCache(20, 4, [None, 8])
     tokens = list(range(33))
-    run(cache, "a", tokens, chunk=4)  # 8 full blocks in each group, and the ninth begun
+    run(cache, "a", tokens, chunk=4)  # 8 full blocks in each group, and a ninth begun
     cache.release("a")
     cache.admit("b", [500])
-    assert cache.extend("b", 16)  # takes 8 blocks, 4 of them free: the window blocks left behind first are the oldest
+    assert cache.extend("b", 16)  # takes 8 blocks, 4 of them free: the window blocks passed first are the oldest
     assert cache.stats.evictions == 4
     assert cache.match(tokens) == 32  # the last window is still whole
-    assert cache.match(tokens[:13]) == 0  # position 12 sees 5..12, and those blocks are gone
+    assert cache.match(tokens[:13]) == 0  # position 12 sees 5..12, and those blocks were evicted
     cache.check()
 
 
@@ -278,7 +278,7 @@ def test_a_reset_forgets_all_prefixes_even_those_in_use() -> None:
     assert cache.match([*tokens, 0]) == 0
     assert cache.table("a") == table
     assert cache.extend("a", 16)
-    cache.commit("a", list(range(16)), 16)  # computed on the old prefix: not for others
+    cache.commit("a", list(range(16)), 16)  # computed from the old prefix: not shared
     assert cache.match(list(range(17))) == 0
     cache.release("a")
     cache.check()
@@ -293,7 +293,7 @@ def test_a_copy_keeps_its_block_from_eviction() -> None:
     cache.release("a")
     cache.begin_copy([leaf])
     cache.admit("b", [1])
-    assert not cache.extend("b", 8)  # the leaf is in flight and its parent must wait for it
+    assert not cache.extend("b", 8)  # the leaf is in flight, and its parent must wait for it
     assert cache.match(tokens) == 8
     cache.end_copy([leaf])
     cache.check()
@@ -328,7 +328,7 @@ def test_hits_and_queries_are_counted_in_tokens() -> None:
     run(cache, "a", list(range(10)))
     for seq in ("b", "c", "d"):
         cache.admit(seq, list(range(10)))
-        if seq != "c":  # which did not come to run
+        if seq != "c":  # was never scheduled
             cache.count_query(seq)
         cache.release(seq)
     assert (cache.stats.query_tokens, cache.stats.hit_tokens) == (20, 16)
@@ -384,7 +384,7 @@ def test_lru_remembers_use_and_not_arrival() -> None:
 @settings(deadline=None)
 @given(rng=st.randoms(use_true_random=False))
 def test_a_commit_of_many_blocks_is_the_commit_of_each(windows: tuple[int | None, ...], rng: random.Random) -> None:
-    """Sequences that share prefixes, computed at once or a token at a time: the same tables, tree and evictions."""
+    """Sequences with shared prefixes, computed at once or token by token, have the same tables, tree and evictions."""
     caches = [KVCache(60 * len(windows), 4, windows) for _ in range(2)]
     for number in range(rng.randint(1, 6)):
         prompts = [[rng.randint(0, 1) for _ in range(4 * rng.randint(1, 4))] * 2 for _ in range(rng.randint(1, 3))]
@@ -413,10 +413,10 @@ def test_a_commit_of_many_blocks_is_the_commit_of_each(windows: tuple[int | None
 @settings(deadline=None)
 @given(rng=st.randoms(use_true_random=False))
 def test_blocks_evicted_together_are_those_evicted_one_by_one(rng: random.Random) -> None:
-    """Up to the first that may not go, and with a sequence still on some of them."""
+    """The same blocks are evicted up to the first that may not be, also while a sequence holds some of them."""
     caches = [KVCache(90, 4, (None,)) for _ in range(2)]
     prompts: list[list[int]] = [[]]
-    for _ in range(rng.randint(1, 8)):  # each begins as one before it
+    for _ in range(rng.randint(1, 8)):  # each shares a prefix with an earlier one
         begin = rng.choice(prompts)
         prompts.append(begin[: 4 * rng.randint(0, 6)] + [rng.randint(0, 1) for _ in range(4 * rng.randint(0, 3))])
     prompts = [prompt for prompt in prompts if prompt][:8]

@@ -1,7 +1,7 @@
-"""Random lives of many sequences: whatever a table points at holds exactly that sequence's KV, and nothing leaks.
+"""Random lives of many sequences: the blocks of each table hold exactly that sequence's KV, and no block leaks.
 
-The model keeps fake KV: for each slot of each block, which group wrote it and the whole prefix it was computed from.
-Real KV depends on just that, so a block reused too early, shared across salts or kept past a reset shows at once.
+The model keeps fake KV: for each slot of each block, the group that wrote it and the whole prefix it was computed from.
+Real KV depends on exactly that, so a block reused too early, shared across salts or kept past a reset is detected.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from spillover.memory.kv.blocks import FREE, IN_FLIGHT, READY
 from spillover.memory.kv.kv_cache import KVCache
 
-# Few tokens and shared openings, so that prefixes meet often.
+# Few tokens and shared openings, so that prefixes coincide often.
 OPENINGS = ([0] * 48, [0] * 20 + [1] * 28, [1, 0] * 24)
 PROMPTS = st.builds(
     lambda opening, shared, tail: opening[:shared] + tail,
@@ -34,13 +34,13 @@ SALTS = (None, None, None, "", "tenant")
 
 @dataclass
 class Model:
-    """A live sequence as the test remembers it."""
+    """The test's model of a live sequence."""
 
     tokens: list[int]
     salt: str | None
-    epoch: int  # resets seen before it was admitted
-    computed: int  # committed
-    written: int  # KV stored; ahead of `computed` between a launch and its commit
+    epoch: int  # number of resets before it was admitted
+    computed: int  # committed tokens
+    written: int  # tokens whose KV is stored; above `computed` between a launch and its commit
     loading: set[int] = field(default_factory=set)  # its unfinished blocks that a copy is filling
 
 
@@ -59,14 +59,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = KVCache(blocks_per_group * len(self.windows), block_size, self.windows, prefix_caching)
         self.live: dict[str, Model] = {}
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (group, prefix)
-        self.prefixes: dict[tuple[object, int], int] = {}  # (what came before, token) -> prefix
+        self.prefixes: dict[tuple[object, int], int] = {}  # (state before the token, token) -> prefix
         self.in_flight: dict[int, list[tuple[int, int] | None]] = {}  # block -> its content when the copy began
         self.offered: set[int] = set()  # prefixes of whole blocks committed since the last reset
         self.epoch = 0
         self.names = 0
 
     def prefix_ids(self, model: Model) -> list[int]:
-        """One id a position, equal for two positions exactly if the same tokens under the same salt lead there."""
+        """Return one id per position; two positions have equal ids exactly if they follow the same tokens and salt."""
         before: object = (model.salt, model.epoch)
         ids = []
         for token in model.tokens:
@@ -87,11 +87,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, salt=st.sampled_from(SALTS), chunk=st.integers(1, 64), copies=st.integers(1, 3))
     def prefill(self, prompt: list[int], salt: str | None, chunk: int, copies: int) -> None:
-        """Whole prompts in chunks, side by side; two copies compute the same blocks, for both were admitted before."""
+        """Compute prompts in chunks, concurrently; two copies compute the same blocks, as both were admitted first."""
         names = [self.start(prompt, salt) for _ in range(copies)]
         while names:
             for name in list(names):
-                model = self.live.get(name)  # it may have had to make way for another
+                model = self.live.get(name)  # None if it was preempted for another
                 if model is None or model.computed == len(prompt):
                     names.remove(name)
                 elif self.step_at_any_cost(name, min(model.computed + chunk, len(prompt))):
@@ -101,7 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8))
     def decode(self, tokens: list[int]) -> None:
-        """Every sequence that is up to date takes a few steps, one token at a time."""
+        """Every sequence without uncomputed tokens takes a few steps of one token each."""
         for token in tokens:
             for name in list(self.live):
                 model = self.live.get(name)
@@ -113,7 +113,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=40))
     def launch(self, data: st.DataObject, tokens: list[int]) -> None:
-        """A step that is not committed yet: another may be launched behind it, or the sequence may go before it is."""
+        """Launch a step without committing it: another may be launched next, or the sequence may be released first."""
         name, model = self.pick(data)
         if not model.loading:
             end = model.written + len(tokens)
@@ -140,14 +140,14 @@ class CacheMachine(RuleBasedStateMachine):
         model.computed = model.written = covered
         self.live[name] = model
         if self.caching and self.cache.stats.evictions == 0:
-            # Nothing was ever evicted, so everything committed since the reset is found.
+            # Without evictions, everything committed since the reset is found.
             ids = self.prefix_ids(model)[: len(tokens) - 1]
             ends = range(self.size, len(ids) + 1, self.size)
             assert covered == max((end for end in ends if ids[end - 1] in self.offered), default=0)
         return name
 
     def step(self, name: str, end: int) -> bool:
-        """Blocks up to `end`, then KV written into them as a forward pass would."""
+        """Allocate blocks up to `end`, then write KV into them as a forward pass would."""
         model = self.live[name]
         needed = self.cache.blocks_needed(name, end)
         free, before = self.cache.num_free, [list(self.cache.table(name, g)) for g in range(len(self.windows))]
@@ -171,7 +171,7 @@ class CacheMachine(RuleBasedStateMachine):
         return True
 
     def step_at_any_cost(self, name: str, end: int) -> bool:
-        """As a scheduler does: the oldest others go until there is room."""
+        """Step like a scheduler: release the oldest other sequences until there is room."""
         while not self.step(name, end):
             others = [other for other in self.live if other != name]
             if not others:
@@ -205,7 +205,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        """Finished or aborted, in whatever state: mid-prefill, launched and not committed, loading."""
+        """Finish or abort a sequence in any state: in prefill, launched and not committed, or loading."""
         name, _ = self.pick(data)
         self.cache.release(name)
         del self.live[name]
@@ -223,7 +223,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def store(self, data: st.DataObject) -> None:
-        """A copy to another tier reads a complete block, in use or evictable."""
+        """Copy a complete block, held or evictable, to another tier."""
         pool = self.cache.pool
         complete = [b for b in range(1, pool.num_blocks + 1) if pool.state(b) is READY or pool.cached(b)]
         complete = [b for b in complete if b not in self.in_flight]
@@ -235,7 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def load(self, data: st.DataObject) -> None:
-        """A copy from another tier fills a block that its sequence has not finished."""
+        """Fill a block that its sequence has not finished by a copy from another tier."""
         name, model = self.pick(data)
         unfinished = [b for b in self.cache.table(name)[model.computed // self.size :] if b not in self.in_flight]
         if unfinished:

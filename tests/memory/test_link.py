@@ -1,4 +1,4 @@
-"""The CPU link: blocks go out and come back byte for byte, nothing else is touched, and what is wrong moves nothing."""
+"""The CPU link: blocks are copied out and in byte for byte, no other byte changes, and invalid copies move nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cut(memory: memoryview, size: int) -> list[memoryview]:
 
 
 class Halves:
-    """Keeps the first half of a block; the other comes back as zeros."""
+    """A codec that keeps the first half of a block; the other half is decoded as zeros."""
 
     slot_bytes = BLOCK // 2
 
@@ -51,13 +51,13 @@ class Halves:
 @given(moves=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 15)), max_size=24), narrow=st.booleans(),
        seed=st.integers(0, 9))
 def test_random_copies_equal_a_plain_model(moves: list[tuple[int, int]], narrow: bool, seed: int) -> None:
-    """Out to random slots and in from them again; pool and slots are compared with lists of bytes after each."""
+    """Random copies to slots and back leave pool and slots equal to lists of bytes, after each copy."""
     pool, random_ = make_pool(12, seed=seed), random.Random(seed)
     link = make_link(pool, codec=Halves() if narrow else None)
     slots = cut(link.allocate(16 * link.slot_bytes), link.slot_bytes)
     blocks_model, slots_model = [bytes(block) for block in pool], [bytes(slot) for slot in slots]
     for start in range(0, len(moves), 4):
-        # One copy may name neither a block nor a slot twice.
+        # One copy may name no block and no slot twice.
         blocks = list(dict.fromkeys(block for block, _ in moves[start : start + 4]))
         places = list(dict.fromkeys(slot for _, slot in moves[start : start + 4]))
         pairs = list(zip(blocks, places, strict=False))
@@ -92,7 +92,7 @@ def test_neighbours_are_one_copy() -> None:
 
 
 def test_every_slot_lies_where_its_address_says() -> None:
-    slots = Slots(lambda nbytes: memoryview(bytearray(nbytes)), 3 << 20, 7)  # two a slab, and one in the last
+    slots = Slots(lambda nbytes: memoryview(bytearray(nbytes)), 3 << 20, 7)  # two per slab, and one in the last
     taken = [slots.take() for _ in range(7)]
     assert slots.take() is None
     numbers = [slot for slot in taken if slot is not None]
@@ -153,7 +153,7 @@ def test_memory_outlives_the_link_while_someone_looks_at_it() -> None:
 
 
 def test_other_threads_run_while_bytes_move() -> None:
-    """So many bytes take far longer than the interpreter's switch interval; a counter must not stand still."""
+    """Other threads run during a copy that takes far longer than the interpreter's switch interval."""
     size = 64 << 20
     pool = np.ones((3, size), dtype=np.uint8)
     link = make_link(pool)

@@ -1,4 +1,4 @@
-"""Priorities on the link: who goes first, that nobody waits for ever, and what is counted."""
+"""Priorities on the link: the order of copies, no starvation, and what is counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(queue: LinkQueue, priority: Priority, order: list[str]) -> tuple[threading.Thread, Turn]:
-    """A copy on a thread of its own; returns once it waits for the link."""
+    """Start a copy on a separate thread; return once it waits for the link."""
     turn = Turn(priority, MB)
     before = waiting(queue)
 
@@ -92,7 +92,7 @@ def test_bytes_time_and_rates_are_counted() -> None:
     assert found["spill"].seconds >= 0.01
     assert report.rates is not None
     assert 1e3 < report.rates["to_host"] <= MB / 0.01
-    assert report.rates["to_device"] == 1e3  # ten bytes say nothing about it
+    assert report.rates["to_device"] == 1e3  # ten bytes are too few for a measurement
     assert all(each.running == each.waiting == 0 for each in report.transfers)
 
 
@@ -100,7 +100,7 @@ def test_the_busy_share_is_of_the_last_second(monkeypatch: pytest.MonkeyPatch) -
     queue = LinkQueue(duplex=True, rate=1e6)
     monkeypatch.setattr(link_queue, "WINDOW", 0.05)
     time.sleep(0.06)
-    queue.count(Priority.DEMAND, 10_000_000)  # ten seconds of it
+    queue.count(Priority.DEMAND, 10_000_000)  # ten seconds of transfer
     first, second = queue.report(), queue.report()
     assert first.busy == second.busy == {"to_device": 1.0, "to_host": 0.0}
     time.sleep(0.06)
@@ -108,7 +108,7 @@ def test_the_busy_share_is_of_the_last_second(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Box:
-    """As much of a tensor as a copy needs."""
+    """The part of a tensor's interface that a copy needs."""
 
     def __init__(self, value: int) -> None:
         self.value, self.nbytes = value, 8
@@ -118,7 +118,7 @@ class Box:
 
 
 def test_copies_into_one_place_end_in_the_order_they_were_started_in() -> None:
-    """A prefetch that nobody waits for any more may not overwrite what was demanded into its place after it."""
+    """A stale prefetch does not overwrite a demanded copy that was started after it to the same place."""
     transfers, held = CpuTransfers(), threading.Event()
 
     def slow() -> Box:
@@ -129,7 +129,7 @@ def test_copies_into_one_place_end_in_the_order_they_were_started_in() -> None:
     place, other = Box(0), Box(0)
     transfers.start(other, slow, Priority.PREFETCH)
     held.wait(10)
-    transfers.start(place, Box(2), Priority.PREFETCH)  # forgotten
+    transfers.start(place, Box(2), Priority.PREFETCH)  # abandoned
     transfers.wait(transfers.start(place, Box(3), Priority.DEMAND))
     assert (other.value, place.value) == (1, 3)
     transfers.close()

@@ -1,4 +1,4 @@
-"""Managed memory keeps to its room whatever is used, and its emulation counts the pages that come and leave."""
+"""Managed memory stays within its limit whatever is used, and its emulation counts the pages that move in and out."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_ranges_beside_each_other_are_one(ranges: list[tuple[int, int]]) -> None
 
 
 class Now:
-    """Does at once what a thread would do."""
+    """Does at once the work of a thread."""
 
     def submit(self, work: Callable[[], None], nbytes: int, priority: Priority) -> str:
         work()
@@ -84,7 +84,7 @@ def test_pages_come_when_they_are_touched_and_go_with_their_bytes_kept() -> None
     memory.send_back(joined(chunks))
     assert sum(map(memory.mapped, chunks)) == 0
     loaded = memory.faults
-    assert array[3 * FAULT_AROUND + 5] == (3 * FAULT_AROUND + 5) % 251  # this chunk alone comes
+    assert array[3 * FAULT_AROUND + 5] == (3 * FAULT_AROUND + 5) % 251  # only this chunk is fetched
     assert [index for index, each in enumerate(chunks) if memory.mapped(each)] == [3]
     touched = memory.faults - loaded
     assert 0 < touched <= chunk
@@ -92,6 +92,6 @@ def test_pages_come_when_they_are_touched_and_go_with_their_bytes_kept() -> None
     memory.wait()
     assert [memory.mapped(each) for each in chunks[:2]] == [chunk, chunk]
     assert (array[: 2 * FAULT_AROUND] == np.arange(2 * FAULT_AROUND) % 251).all()
-    assert memory.faults == loaded + touched  # what was brought is not touched first
+    assert memory.faults == loaded + touched  # prefetched chunks cause no page fault
     memory.send_back(chunks)
     assert memory.faults == loaded + touched

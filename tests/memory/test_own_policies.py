@@ -1,4 +1,4 @@
-"""Policies of the user's own: whatever they do wrong is said in a sentence that names their flag."""
+"""Policies of the user's own: every mistake in them is reported in a sentence that names their flag."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Leaves:
 
 
 class Answers(LRUQuota):
-    """Says what it was told to say."""
+    """A policy that returns fixed answers."""
 
     worths: Any = (1.0,) * EXPERTS
     wanted: Any = ()
@@ -52,7 +52,7 @@ class Raises(LRUQuota):
 
 
 class OnlyHost:
-    """Admits to the host's memory, and knows no other tier."""
+    """Admits blocks to host memory, and raises KeyError for any other tier."""
 
     def admit(self, key: bytes, tier: str) -> bool:
         return {"host": True}[tier]

@@ -1,4 +1,4 @@
-"""What to load and what to compute, by the rates alone."""
+"""Which blocks to load and which to compute, by the rates alone."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def test_the_choice_is_as_good_as_either_way_alone(blocks: int, load: float, com
     first = choose(blocks, load, compute, step, split=split)
     assert 0 <= first <= blocks
     assert split or first in (0, blocks)
-    rounding = max(load, compute)  # the best place to meet may lie within a block
+    rounding = max(load, compute)  # the best place to meet may be within a block
     assert cost(blocks, first, load, compute, step) <= blocks * min(load, compute) + rounding
 
 
@@ -42,9 +42,9 @@ def test_equal_rates_meet_in_the_middle_unless_a_step_costs_more_than_that_saves
 
 
 def test_a_split_that_promises_little_is_not_tried() -> None:
-    """Rates are estimates."""
-    assert choose(100, 0.01, 0.055) == 0  # would save a sixth
-    assert choose(100, 0.01, 0.03) == 25  # and a quarter
+    """A split that promises little is not tried, because rates are estimates."""
+    assert choose(100, 0.01, 0.055) == 0  # a split would save a sixth
+    assert choose(100, 0.01, 0.03) == 25  # a split saves a quarter
 
 
 def test_tiers_of_different_speed_add_up() -> None:

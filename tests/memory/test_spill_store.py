@@ -1,4 +1,4 @@
-"""Host memory between the device and a tier below: what counts as room there, and what is lost for want of it."""
+"""Host memory between the device and a tier below: what counts as free there, and what is lost if there is no room."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from spillover.memory.tiers.base import Ticket
 from support.simulated_tiers import DictTier
 
 BYTES = 64
-PATIENCE = 10.0  # seconds that anything here may take
+PATIENCE = 10.0  # maximum seconds of any operation here
 
 
 class Link:
-    """Copies that wait until they may."""
+    """A link whose copies wait until `open` is set."""
 
     slot_bytes = block_bytes = BYTES
 
     def __init__(self) -> None:
         self.open = threading.Event()
         self.open.set()
-        self.fails: set[int] = set()  # blocks that no copy reaches
-        self.arrived: dict[int, int] = {}  # by block, what was copied to it
-        self.largest = 0  # copy to the device, in blocks
+        self.fails: set[int] = set()  # blocks whose copies fail
+        self.arrived: dict[int, int] = {}  # by block: what was copied to it
+        self.largest = 0  # largest copy to the device, in blocks
 
     def allocate(self, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
@@ -52,7 +52,7 @@ class Link:
 
 
 class SlowTier(DictTier):
-    """Writes wait until they may, too; loads do not wait for them."""
+    """A tier whose writes also wait until `open` is set; loads do not wait for them."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         super().__init__(wake)
@@ -70,7 +70,7 @@ class SlowTier(DictTier):
 
 @contextmanager
 def stored(host_blocks: int, batch: int = 1) -> Iterator[tuple[SpillStore, Link, SlowTier]]:
-    """A store that copies `batch` blocks at a time and keeps twice as many slots ready."""
+    """Yield a store that copies `batch` blocks at a time and keeps twice as many slots free."""
     wake, link = threading.Event(), Link()
     tier = SlowTier(wake.set)
     store = SpillStore(link, [tier], host_blocks, rates={"host": 1.001 * batch * BYTES / 0.003}, wake=wake)
@@ -104,10 +104,10 @@ def test_a_slot_that_a_block_arrives_in_is_no_room() -> None:
     with stored(8) as (store, link, tier):
         assert spill(store, range(6), ended) == 6
         until(store, lambda: len(ended) == 6)
-        assert not tier.blocks  # two slots are free, as they should be
+        assert not tier.blocks  # two slots are free, as intended
         link.open.clear()
         assert spill(store, [6, 7], ended) == 2
-        until(store, lambda: len(tier.blocks) >= 2)  # while these are on their way, others are written down
+        until(store, lambda: len(tier.blocks) >= 2)  # during these copies, others are written to the tier
         assert spill(store, [8, 9], ended) == 2
         link.open.set()
         until(store, lambda: len(ended) == 10)
@@ -116,7 +116,7 @@ def test_a_slot_that_a_block_arrives_in_is_no_room() -> None:
 
 
 def crowded(store: SpillStore, tier: SlowTier) -> Load:
-    """A load while all four slots have blocks that no tier has, and the tier takes none."""
+    """Return a load that is started while all four slots hold blocks not yet stored below, and the tier stalls."""
     tier.blocks[b"below"] = b"x" * BYTES
     tier.open.clear()
     ended: list[int] = []
@@ -151,7 +151,7 @@ def test_a_rate_is_that_of_the_load_not_of_who_looks_after_it() -> None:
     with stored(4) as (store, _, tier):
         tier.blocks[b"below"] = b"x" * BYTES
         (load,) = store.open([b"below"], ["disk"])
-        time.sleep(0.2)  # a step that takes long
+        time.sleep(0.2)  # a slow step
         store.poll()
         assert load.entries
         assert store.rates["disk"] > BYTES / 0.1
@@ -161,8 +161,8 @@ def test_a_rate_is_that_of_the_load_not_of_who_looks_after_it() -> None:
 @settings(deadline=None, max_examples=60)
 @given(rng=st.randoms(use_true_random=False))
 def test_loads_bring_all_that_is_stored_and_fail_what_is_not(rng: random.Random) -> None:
-    """Blocks in host memory, below it, damaged there or lost, loaded by runs while copies fail, loads are dropped and
-    other blocks come to host memory."""
+    """Loads copy all blocks that are stored and fail the others: blocks in host memory, below it, damaged there or
+    lost, loaded in runs while copies fail, loads are dropped and other blocks are spilled."""
     batch = rng.randint(1, 4)
     with stored(12, batch) as (store, link, tier):
         ended: list[int] = []
@@ -186,7 +186,7 @@ def test_loads_bring_all_that_is_stored_and_fail_what_is_not(rng: random.Random)
         for load in under_way:
             load.on_end = ends.extend
         store.send(under_way, [100 + numbers[name] for load in under_way for name in load.keys])
-        spill(store, range(30, 30 + rng.randint(0, 6)), ended)  # which evicts what no load holds
+        spill(store, range(30, 30 + rng.randint(0, 6)), ended)  # evicts blocks that no load holds
         dropped = [load for load in under_way if rng.random() < 0.1]
         for load in dropped:
             store.drop(load)
@@ -204,7 +204,7 @@ def test_loads_bring_all_that_is_stored_and_fail_what_is_not(rng: random.Random)
             if load.state is LoadState.DONE:
                 assert there
                 assert [link.arrived[100 + block] for block in blocks] == blocks
-            else:  # a copy may have held blocks of other loads that the link fails
+            else:  # a failed copy may have included blocks of other loads
                 assert not there or load in dropped or together
             assert not load.entries
         assert all(entry.pins == 0 for entry in store._host)

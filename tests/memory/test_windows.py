@@ -1,4 +1,4 @@
-"""How much of a prefix can be shared under sliding windows, against the plain definition."""
+"""How much of a prefix can be shared with sliding windows, compared with the plain definition."""
 
 from hypothesis import given
 from hypothesis import strategies as st

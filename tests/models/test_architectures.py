@@ -1,4 +1,4 @@
-"""Every architecture computes what Hugging Face computes, however its prompt is cut up and whoever shares the step."""
+"""Every architecture computes what Hugging Face computes, however prompts are chunked and requests batched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.models.paged_model import CPU, PagedModel, StateDict, assert_close,
 
 @pytest.fixture(params=["native", "reference"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways the CPU can compute."""
+    """Select one of the CPU's two implementations: native kernels, or the reference."""
     if request.param == "reference":
         monkeypatch.setattr(native, "library", lambda: None)
     elif native.library() is None:
@@ -49,7 +49,7 @@ def test_logits_match_for_several_sequences_in_one_step(name: str, kernels: str)
 
 @pytest.mark.parametrize("name", all_architectures())
 def test_logits_match_when_prefill_is_chunked_and_mixed_with_decode(name: str, kernels: str) -> None:
-    """Each step takes a different, odd number of tokens of each sequence, one of them a token at a time."""
+    """Logits match if each step takes a different number of tokens per sequence, for one of them a single token."""
     prompts, expected = prompts_and_logits(name)
     paged = PagedModel(reference(name)[1])
     rng = random.Random(11)
@@ -86,7 +86,7 @@ def test_64_greedy_tokens_are_those_of_generate(name: str, kernels: str) -> None
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_sliding", "mixtral", "gpt_oss"])
 def test_native_logits_do_not_depend_on_the_batch_or_the_chunks(name: str) -> None:
-    """Bit for bit: what lets greedy tokens be the same however the scheduler cut the prompt."""
+    """Logits are equal bit for bit, so that greedy tokens do not depend on how the scheduler chunks a prompt."""
     if native.library() is None:
         pytest.skip("no native kernels here")
     prompts, _ = prompts_and_logits(name)

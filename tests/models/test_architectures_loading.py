@@ -1,4 +1,4 @@
-"""What a configuration says, what a checkpoint must hold, and what is said when it does not."""
+"""What a configuration means, what a checkpoint must contain, and the errors if it does not."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def load(model: Any, config: dict[str, Any], **changes: torch.Tensor | None) -> 
 
 @pytest.mark.parametrize("name", all_architectures())
 def test_a_saved_folder_computes_what_the_model_did(name: str, tmp_path: Path) -> None:
-    """The names on disk are not always those in memory: experts are saved one by one."""
+    """A saved folder gives the same logits, although names on disk may differ: experts are saved one by one."""
     model, _ = tiny_model(name)
     with open_checkpoint(save_checkpoint(model, tmp_path)) as checkpoint:
         paged = PagedModel(checkpoint)
@@ -134,7 +134,7 @@ def _tensors_of_mxfp4(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class OneAtATime(StateDict):
-    """Refuses to read while a tensor read before is still held."""
+    """Fails if a tensor is read while the one read before is still referenced."""
 
     def __init__(self, config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(config, tensors)

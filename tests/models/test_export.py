@@ -1,4 +1,4 @@
-"""`spill export`: transformers makes of the folder the model that was exported, with its tokenizer and template."""
+"""`spill export`: transformers loads from the folder the exported model, with its tokenizer and template."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_an_export_in_the_cache_is_made_once_and_again_for_other_weights(tmp_pat
     assert os.stat(first / "config.json").st_mtime_ns == before
     source, _ = tiny(tmp_path, kind=Kind.F16)
     assert cached_export(source) != first
-    assert gguf.GGUFReader(source)  # the source is as it was
+    assert gguf.GGUFReader(source)  # the source is unchanged
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:

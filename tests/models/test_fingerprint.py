@@ -1,4 +1,4 @@
-"""A model's fingerprint: the same wherever its files lie, another for other weights or another computation."""
+"""A model's fingerprint: the same wherever its files are, different for other weights or another computation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.models.gguf_writing import llama_arrays, llama_fields, write_gguf
 
 CONFIG = ModelConfig("LlamaForCausalLM", vocab_size=32, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1,
                      head_dim=4, intermediate_size=16, rms_norm_eps=1e-5, rope_theta=1e4, max_position=128)
-LARGE, SMALL = 8 * WHOLE_BYTES, 64  # elements of one byte
+LARGE, SMALL = 8 * WHOLE_BYTES, 64  # numbers of one-byte elements
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +71,10 @@ def test_shards_do_not_change_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [
-    lambda t: {**t, "large": t["large"] + 1},  # as training does
+    lambda t: {**t, "large": t["large"] + 1},  # as after training
     lambda t: {**t, "large": torch.cat([t["large"][:-1], t["large"][-1:] + 1])},  # the last byte
-    lambda t: {**t, "large": torch.cat([t["large"][:1] + 1, t["large"][1:]])},  # the first
-    lambda t: {**t, "norm": t["norm"].scatter(0, torch.tensor([SMALL // 3]), 7)},  # any byte of a small one
+    lambda t: {**t, "large": torch.cat([t["large"][:1] + 1, t["large"][1:]])},  # the first byte
+    lambda t: {**t, "norm": t["norm"].scatter(0, torch.tensor([SMALL // 3]), 7)},  # any byte of a small tensor
     lambda t: {**t, "large": t["large"].reshape(2, -1)},
     lambda t: {**t, "large": t["large"].view(torch.int8)},
     lambda t: {"large": t["large"], "norm2": t["norm"]},
@@ -94,7 +94,7 @@ def test_a_change_is_seen_if_wide_and_always_by_a_full_read(begin: int, count: i
     changed["large"][begin : begin + count] ^= 1
     first, second = write_folder(tmp_path / "first", tensors()), write_folder(tmp_path / "second", changed)
     assert weights_digest(first, full=True) != weights_digest(second, full=True)
-    if min(count, LARGE - begin) >= LARGE // 7 + SAMPLE_BYTES:  # wider than what lies between two samples
+    if min(count, LARGE - begin) >= LARGE // 7 + SAMPLE_BYTES:  # wider than the gap between two samples
         assert weights_digest(first) != weights_digest(second)
 
 
@@ -109,7 +109,7 @@ def test_a_start_reads_no_weights_again_until_a_file_changes(tmp_path: Path, mon
     assert not reads
     stamp = (folder / "model.safetensors").stat().st_mtime_ns
     write_folder(folder, {name: tensor + 1 for name, tensor in tensors().items()})
-    os.utime(folder / "model.safetensors", ns=(stamp, stamp))  # as a copy that keeps times leaves it
+    os.utime(folder / "model.safetensors", ns=(stamp, stamp))  # as after a copy that preserves times
     assert weights_digest(folder) != before
     assert reads
 

@@ -1,4 +1,4 @@
-"""Sampling defaults come from the model, make sense, and can be turned off or replaced."""
+"""Sampling defaults come from the model, are valid, and can be turned off or replaced."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_whatever_a_file_says_the_defaults_are_valid(tmp_path_factory: pytest.Te
                                                      config: dict[str, Any]) -> None:
     folder = folder_with(tmp_path_factory.mktemp("model"), **config)
     defaults = sampling_defaults(folder)
-    params = SamplingParams(**defaults)  # type: ignore[arg-type]  # which raises for what is not valid
+    params = SamplingParams(**defaults)  # type: ignore[arg-type]  # raises for invalid values
     assert {name: getattr(params, name) for name in defaults} == defaults
 
 

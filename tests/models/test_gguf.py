@@ -1,4 +1,4 @@
-"""GGUF files come out under HF's names, in HF's order of rows, with the values they hold."""
+"""GGUF files are read with HF's names, HF's order of rows, and the stored values."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_gpt_oss_experts_stay_in_mxfp4_in_the_order_of_hf(tmp_path: Path) -> Non
         codes = torch.randint(0, 16, parameter.shape)
         with torch.no_grad():
             parameter.copy_(levels[codes] * 0.25)
-            parameter[:, 0::32] = 6 * 0.25  # a group's largest value fixes its scale, so that all are exact
+            parameter[:, 0::32] = 6 * 0.25  # a group's largest value fixes its scale, so all values are exact
     path = write_like_llama_cpp(tmp_path / "m.gguf", model, arch, FIELDS | fields, expert_kind=Kind.MXFP4)
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.config["quantization_config"] == {"quant_method": "mxfp4"}
@@ -228,7 +228,7 @@ def test_a_corrupt_header_never_ends_in_anything_but_a_clear_error(
     other.write_bytes(broken)
     said = None
     try:
-        open_checkpoint(other).close()  # a change may be harmless; anything but a CheckpointError fails the test
+        open_checkpoint(other).close()  # the change may be harmless; any error but a CheckpointError fails the test
     except CheckpointError as error:
         said = str(error)
     assert said is None or ("changed.gguf" in said and "\n" not in said)

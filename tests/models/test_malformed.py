@@ -1,4 +1,4 @@
-"""Files that are not what they should be: one sentence that names the file, soon and in little memory."""
+"""Malformed files: one sentence that names the file, soon and with little memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refused(path: Path, says: str) -> None:
 
 
 def test_mutations_end_in_a_model_or_a_sentence(tmp_path: Path) -> None:
-    """A few hundred here; the script runs thousands."""
+    """A few hundred mutations end in a model or an error sentence; the script runs thousands."""
     script = Path(fuzz_models.__file__)
     result = subprocess.run([sys.executable, str(script), "--count", "300", "--first", "50000",
                              "--json", str(tmp_path / "result.json")], capture_output=True, text=True, timeout=500,
@@ -132,7 +132,7 @@ def test_json_files(file: str, key: str, value: Any, says: str, seeds: Path, tmp
 
 
 def test_a_tokenizer_whose_token_for_the_unknown_is_missing(seeds: Path, tmp_path: Path) -> None:
-    """Text that needs no such token is served; what does need it is refused with a sentence."""
+    """Text that does not need the missing token is accepted; other text is rejected with an error sentence."""
     path = tmp_path / "model"
     subprocess.run(["cp", "-r", seeds / "folder-llama", path], check=True)
     content = json.loads((path / "tokenizer.json").read_text())

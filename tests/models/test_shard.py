@@ -1,4 +1,4 @@
-"""A sharded model computes what the whole one computes, and its ranks' weights are the whole one's, each byte once."""
+"""A sharded model computes what the whole one computes, and its ranks together hold each byte of weights once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.models.paged_model import PagedModel, StateDict, assert_close, one_
 from support.rank_threads import ShardedPagedModel
 
 SIZES = [(2, False), (4, False), (2, True)]
-TOLERANCE = 2e-5  # of logits whose standard deviation is near 1: float32 sums in another order
+TOLERANCE = 2e-5  # of logits with a standard deviation near 1: float32 sums in another order
 
 
 @lru_cache
@@ -79,7 +79,7 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
 
 
 class Counted(StateDict):
-    """Counts what is read of each tensor."""
+    """A checkpoint that counts the numbers read from each tensor."""
 
     def __init__(self, checkpoint: StateDict) -> None:
         super().__init__(checkpoint.config, checkpoint.tensors)
@@ -94,7 +94,7 @@ class Counted(StateDict):
 @pytest.mark.parametrize("name", ["llama_biases_linear_rope", "qwen2", "qwen3_moe", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_ranks_together_read_each_number_once(name: str, expert_parallel: bool) -> None:
-    """But for norms, routers and their biases, which all of them have."""
+    """Ranks together read each number once, except norms, routers and their biases, which every rank has."""
     counted = Counted(reference(name)[1])
     if expert_parallel and not is_mixture(counted):
         return
@@ -112,7 +112,7 @@ def shape(heads: int, kv_heads: int, inner: int, experts: int = 0) -> ModelConfi
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 6, 8, 12, 24])
 def test_ranks_hold_all_heads_and_each_token_once(kv_heads: int) -> None:
-    """Query heads are dealt out, each beside its KV head, which several ranks hold where there are fewer than ranks."""
+    """Query heads are divided, each with its KV head; several ranks hold one if there are fewer than ranks."""
     config = shape(24, kv_heads, 96)
     for size in (1, 2, 3, 4, 6, 8, 12, 24):
         if kv_heads % size and size % kv_heads:

@@ -1,4 +1,4 @@
-"""Quantised weights are cut at their groups, packed words and blocks: a sharded model has the numbers of the whole."""
+"""Quantised weights are cut at groups, packed words and blocks: a sharded model has the values of the whole one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def assert_same(checkpoint: Any, size: int, expert_parallel: bool) -> None:
     expected = PagedModel(checkpoint).step({"a": PROMPT})["a"]
     found = ShardedPagedModel(checkpoint, size, expert_parallel).step({"a": PROMPT})["a"]
     assert expected.std() > 0.01
-    # Random weights may multiply what sums in another order change; a wrong cut changes everything.
+    # Random weights may amplify the effect of another order of summation; a wrong cut changes everything.
     assert (found - expected).abs().max() < 0.01 * expected.std()
 
 
@@ -116,7 +116,7 @@ def test_a_cut_within_a_group_is_refused_in_a_sentence(quantization: dict[str, A
 
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0, Kind.Q6_K, mixed])
 def test_codes_of_a_gguf_file_are_cut_at_their_blocks(kind: Any, tmp_path: Path) -> None:
-    """Of matrices whose blocks would be cut, the numbers are."""
+    """Codes are cut at their blocks; matrices whose blocks would be cut are dequantised first."""
     if not native.multiplies_codes():
         pytest.skip("this CPU does not multiply codes")
     path = write_tiled_llama(tmp_path / "model.gguf", kind if callable(kind) else lambda _: kind)

@@ -1,4 +1,4 @@
-"""The model cache: whole models or none, fetched once, and errors that say which thing went wrong."""
+"""The model cache: whole models or none, each downloaded once, and errors that name the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers from folders and GGUF files: the ids, the bytes and the chat prompts that transformers makes."""
+"""Tokenizers from folders and GGUF files: the ids, the bytes and the chat prompts of transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHAT = [{"role": "system", "content": "Be <brief> & \"kind\"."}, {"role": "user"
 
 @lru_cache
 def texts() -> list[str]:
-    """About 200: conversations where the shared data is at hand, written and random ones everywhere."""
+    """Return about 200 texts: conversations if the shared data is available, and always written and random ones."""
     chosen = list(WRITTEN)
     data = Path(__file__).parents[3] / "shared" / "data" / "sharegpt_sample.json"
     if data.is_file():
@@ -56,8 +56,8 @@ def default_model() -> Path:
 @pytest.fixture(scope="module")
 def reference(default_model: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(default_model.parent, gguf_file=default_model.name)
-    # transformers ignores the file's tokenizer.ggml.pre: "smollm" cuts digits off before all else, as the model was
-    # trained. Its own cut differs only where several blanks stand before a digit.
+    # transformers ignores the file's tokenizer.ggml.pre: "smollm" splits digits off first, as the model was trained.
+    # The default split differs only for several spaces before a digit.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     return tokenizer
@@ -86,7 +86,7 @@ def test_bytes_of_tokens_add_up_to_the_text(default_model: Path) -> None:
 
 
 def byte_level_metadata(pre: str, single: str, **fields: Any) -> tuple[dict[str, Any], tokenizers.Tokenizer]:
-    """A vocabulary trained on a few lines, and the tokenizer that the file it is written to must give back."""
+    """Return a vocabulary trained on a few lines, and the tokenizer that must result from the file written with it."""
     tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "gpt-4o", "tekken")))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(tokenizers.Regex(single), behavior="isolated"),
@@ -103,7 +103,7 @@ def byte_level_metadata(pre: str, single: str, **fields: Any) -> tuple[dict[str,
             "tokenizer.ggml.merges": [" ".join(pair) for pair in content["merges"]], **fields}, tokenizer
 
 
-# The patterns as the models' own tokenizer.json files spell them.
+# The patterns as in the models' own tokenizer.json files.
 PATTERNS = {
     "gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -142,7 +142,7 @@ def test_qwen_text_is_composed_first() -> None:
 
 @lru_cache
 def sentencepiece_model() -> sentencepiece.SentencePieceProcessor:
-    """Trained as Llama's was: BPE, bytes for what it has not seen, blanks kept."""
+    """Train a model as Llama's was: BPE, bytes for unseen text, spaces preserved."""
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(line for text in texts() for line in text.splitlines() if line.isascii() and line),

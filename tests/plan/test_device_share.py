@@ -1,4 +1,4 @@
-"""A test on a device that gives no memory budget gets a small one, and one that gives its own keeps it."""
+"""A test on a device without a memory budget gets a small one; a test with its own budget keeps it."""
 
 from __future__ import annotations
 

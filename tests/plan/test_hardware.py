@@ -1,4 +1,4 @@
-"""The machine as it is, and container limits from files that look like a container's."""
+"""The real machine, and container limits read from files like those of a container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits of a step's parts are those of the step, told apart."""
+"""The limits of a step's parts add up to those of the step."""
 
 from __future__ import annotations
 

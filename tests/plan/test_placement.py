@@ -1,4 +1,4 @@
-"""Whatever the model and the budget: a plan keeps to it, places every unit once, or names a budget that works."""
+"""For any model and budget, a plan stays within it and places every unit once, or names a budget that works."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STRATEGIES = ("auto", "demand", "sequential", "experts", "host-experts", "host-e
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[ModelConfig, Any]:
-    """Small models of every kind that moves: dense, mixtures, mixtures with dense layers, stored in 4 and 8 bits."""
+    """Draw small models of every kind that moves: dense, mixtures, mixtures with dense layers, in 4 and 8 bits."""
     layers = draw(st.integers(2, 6))
     kind = draw(st.sampled_from(["dense", "mixture", "fp8", "mxfp4"]))
     config = replace(TINY, vocab_size=draw(st.sampled_from([1000, 20_000])), hidden_size=512, num_layers=layers,
@@ -97,7 +97,7 @@ def test_a_plan_keeps_to_its_budgets_and_places_each_unit_once(flags: dict[str, 
         assert placed.quota <= experts
         assert placed.paged_tokens == flags["paged_tokens"] or flags["paged_tokens"] is None
         if plan.device == "cuda":
-            # A token's experts find room, and one more; what pinned experts leave is room for a step's.
+            # A token's experts fit, and one more; with pinned experts, the remaining slots fit those of a step.
             tokens = placed.paged_tokens if placed.strategy == "pinned" else 1
             assert placed.quota - placed.pinned % experts >= min(experts, tokens * k + 1)
             assert placed.transit >= 2
@@ -111,7 +111,7 @@ def check_units(placed: WeightPlan, plan: Plan, config: ModelConfig, specs: Any)
     away = [part for part, where in placed.parts.items() if where != "resident"]
     layers = [layer for layer, where in placed.experts.items() if where != "resident"]
     assert away or layers
-    # Every unit that does not stay has one home.
+    # Every non-resident unit has one home.
     homes = sum(units.records[part] for part in away) + len(layers) * units.layer_record_bytes
     assert placed.host_bytes + placed.disk_bytes == homes
     assert set(placed.disk_parts) <= set(away)
@@ -120,7 +120,7 @@ def check_units(placed: WeightPlan, plan: Plan, config: ModelConfig, specs: Any)
                                  + len(placed.disk_experts) * units.layer_record_bytes)
     assert units.total == placed.resident_bytes + (
         sum(units.parts[part] for part in away) + sum(units.stacks[layer] for layer in layers))
-    # What moves has something to move through.
+    # Units that move have slots to move through.
     assert (placed.ring > 0) == bool(away)
     assert placed.ring >= 2 or "streamed" not in placed.parts.values()
     assert (placed.quota > 0) == any(where in SLOTTED for where in placed.experts.values())
@@ -141,7 +141,7 @@ def check_pages(placed: WeightPlan, plan: Plan, config: ModelConfig, specs: Any)
     page = managed_page(plan.device)
     assert placed.host_bytes == placed.managed_bytes >= sum(map(units.travelling, units.parts))
     assert placed.disk_bytes == placed.resident_bytes == placed.quota == placed.ring == 0
-    # The largest layer fits, with the next beside it where that comes ahead.
+    # The largest layer fits, together with the next one if that is prefetched.
     parts = max(map(units.travelling, units.parts)) * (2 if placed.strategy == "uvm-prefetch" else 1)
     assert min(parts, placed.managed_bytes) <= placed.device_bytes <= placed.managed_bytes
     assert placed.device_bytes % page == placed.managed_bytes % page == 0
@@ -210,9 +210,9 @@ def test_what_fits_is_planned_as_if_there_were_no_strategies(budget: int, dtype:
         assert make_plan(PlanRequest(**flags, weights=weights), SMOLLM2, SMOLLM2_SPECS, machine) == resident
 
 
-# Each strategy, at a budget of half the model
+# Each strategy, with a budget of half the model
 
-HALF = 26 * 10**8  # of GPT_OSS with more experts: 3.2 GiB of them in 4 layers, and what else there is
+HALF = 26 * 10**8  # for GPT_OSS with more experts: 3.2 GiB of them in 4 layers, and the other weights
 MANY = replace(GPT_OSS, num_experts=64)
 MANY_SPECS = gpt_oss.weight_specs(MANY)
 UNITS = weight_units(MANY, MANY_SPECS, "bfloat16")
@@ -229,16 +229,16 @@ def test_experts_are_paged_through_equal_quotas_and_all_else_stays() -> None:
     assert set(placed.parts.values()) == {"resident"}
     assert placed.experts == dict.fromkeys(range(4), "paged")
     assert placed.quota > 8
-    assert placed.record_bytes == 3 * 2880 * 2880 // 2 + 3 * 2880 * 92 + 2 * 3 * 2880 + 128  # to the next 256
+    assert placed.record_bytes == 3 * 2880 * 2880 // 2 + 3 * 2880 * 92 + 2 * 3 * 2880 + 128  # to a multiple of 256
     assert placed.record_bytes % 256 == 0
     assert placed.host_bytes == 4 * 64 * placed.record_bytes
     assert placed.slots == 4 * placed.quota + placed.transit
     assert (placed.paged_tokens, placed.pinned) == (64, 0)
-    assert placed.spare_slots == 4 * (placed.quota - 4 - 1)  # a token's experts, and one to give up
+    assert placed.spare_slots == 4 * (placed.quota - 4 - 1)  # all but a token's experts, and one to evict
 
 
 def test_asked_tokens_are_kept_or_refused() -> None:
-    for tokens in (2, 100):  # what finds no slot passes through transit
+    for tokens in (2, 100):  # experts without a slot pass through transit
         assert half("experts", paged_tokens=tokens)[1].paged_tokens == tokens
     assert half("pinned", paged_tokens=2)[1].paged_tokens == 2
     with pytest.raises(PlanError, match="raise --gpu-memory to at least"):
@@ -285,14 +285,14 @@ def test_the_fewest_layers_go_to_the_host_or_as_many_as_were_asked_for() -> None
     _, placed = half("host-experts", **steps)
     hosted = [layer for layer, where in placed.experts.items() if where == "host"]
     assert hosted == list(range(len(hosted)))
-    assert placed.transit >= 2  # that long steps stream them through
+    assert placed.transit >= 2  # long steps stream them through it
     with pytest.raises(PlanError, match=rf"host-experts:{len(hosted) - 1} needs .* use --weights experts, which fits"):
         half(f"host-experts:{len(hosted) - 1}", **steps)
     _, more = half("host-experts:4")
     assert list(more.experts.values()) == ["host"] * 4
     with pytest.raises(PlanError, match="has 4 layers of experts; lower N to at most 4"):
         half("host-experts:5")
-    assert half("host-experts", CPU)[1].transit == 0  # computed where they lie
+    assert half("host-experts", CPU)[1].transit == 0  # computed in place
 
 
 def test_pinned_experts_never_move_and_the_others_share_what_one_step_needs() -> None:
@@ -354,7 +354,7 @@ def test_what_managed_memory_moves_is_predicted_by_its_room() -> None:
                                  max_num_batched_tokens=64), SMOLLM2, SMOLLM2_SPECS, CPU, RATES)
     assert plan.placement is not None
     assert plan.placement.predicted is not None
-    assert plan.placement.predicted.decode_moved > plan.weight_bytes  # least recently used: none of it is found again
+    assert plan.placement.predicted.decode_moved > plan.weight_bytes  # least recently used: no expert is found again
 
 
 @pytest.mark.parametrize("weights", ["experts", "host-experts", "host-experts:2"])
@@ -425,7 +425,7 @@ def test_auto_takes_the_fastest_by_the_rates_of_the_machine() -> None:
         return plan.placement
 
     assert chosen(host_read=10e9).strategy == "experts"
-    # A link so slow that whatever the host computes is better than any byte moved.
+    # With so slow a link, computing on the host is better than moving any byte.
     assert chosen(host_to_device=1e6, kernel_read=1e6, host_read=900e9).strategy == "host-experts"
     best = chosen(host_read=80e9)
     assert best.predicted is not None
@@ -473,7 +473,7 @@ def test_steps_that_stream_are_larger_where_they_take_little_of_the_budget() -> 
     assert steps(20 * 10**9, max_num_batched_tokens=700) == 700
 
 
-# What was counted, against the bytes that weights really take
+# The counts, compared with the bytes that weights really take
 
 @pytest.mark.parametrize("kind", ["dense", "mixture", "fp8", "mxfp4"])
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,4 +1,4 @@
-"""`spill plan` and `spill doctor`, as a person and as a script would read them."""
+"""`spill plan` and `spill doctor`, as read by a person and by a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spill plan --quantizations`: each format's bytes, whether it fits, and only such speeds as were measured."""
+"""`spill plan --quantizations`: each format's bytes, whether it fits, and only measured speeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiers below the device: blocks counted as they will lie, and what the machine cannot give refused."""
+"""The tiers below the device: blocks are counted with their real layout, and impossible budgets are rejected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_blocks_of_every_tier(tmp_path: Path) -> None:
     assert plan.slot_bytes == plan.block_bytes == 30 * 2 * 3 * 64 * 16 * 4 == 737280
     assert [(tier.name, tier.bytes, tier.blocks) for tier in plan.tiers] == [
         ("host", GIB, GIB // plan.slot_bytes), ("disk", 10 * MB, 10 * MB // plan.slot_bytes),
-        ("disk", 100 * plan.slot_bytes, 99), ("remote", None, None)]  # its headers take room too
+        ("disk", 100 * plan.slot_bytes, 99), ("remote", None, None)]  # its headers take space too
     assert plan.host_blocks == GIB // plan.slot_bytes
     assert not (tmp_path / "not yet").exists()
 
@@ -218,7 +218,7 @@ def test_so_do_blocks_that_are_narrowed_on_their_way_out() -> None:
 def test_a_length_fits_if_device_and_host_hold_it_together(blocks: int, host: int, length: int) -> None:
     assume(host >= 800_000)
     flags = {"num_gpu_blocks_override": blocks, "max_model_len": length, "host_memory": host}
-    in_host = host // slot_stride(planned().block_bytes) // 16 * 16  # where blocks move so many at a time
+    in_host = host // slot_stride(planned().block_bytes) // 16 * 16  # blocks move in groups of 16
     held = blocks + (in_host if blocks >= 16 + 32 + 1 else 0)
     try:
         plan = planned(config=LONG, **flags)
@@ -237,7 +237,7 @@ def test_what_would_fit_with_host_memory_is_named() -> None:
     refusal(config=LONG, gpu_memory=800 * MB, max_model_len=most + 1, host_memory=GIB)
 
 
-# What is shown
+# Output
 
 def test_the_plan_shows_every_tier(tmp_path: Path) -> None:
     request = PlanRequest(host_memory=GIB, disks=(DiskBudget(tmp_path / "kv", GIB),), gpu_memory=GIB,

@@ -1,4 +1,4 @@
-"""A plan never exceeds its budget, grows with it, and is refused in one sentence that helps."""
+"""A plan never exceeds its budget, grows with it, and is rejected with one helpful sentence."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def refusal(machine: Any = CPU, config: Any = SMOLLM2, specs: Any = SMOLLM2_SPEC
     return sentence
 
 
-# What fits
+# Plans that fit
 
 def flags(least: int, most: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Flags with budgets between these, small ones as often as large ones."""
+    """Draw flags with budgets from `least` to `most`, small ones as often as large ones."""
     return st.fixed_dictionaries({
         "gpu_memory": st.floats(math.log(least), math.log(most)).map(lambda size: int(math.exp(size))),
         "block_size": st.sampled_from([8, 16, 32, 128]),
@@ -61,11 +61,11 @@ def test_a_plan_is_within_its_budget_and_serves_its_longest_sequence(given_flags
         assume(False)
     assert plan.device_bytes <= given_flags["gpu_memory"]
     assert plan.total_bytes == plan.device_bytes + CPU.process_bytes + RUNTIME_BYTES
-    # No whole block is left lying.
+    # No whole block is unused.
     assert plan.device_bytes + plan.block_bytes > given_flags["gpu_memory"]
     assert plan.kv_bytes == (plan.num_blocks + 1) * plan.block_bytes
     assert 1 <= plan.max_model_len <= config.max_position
-    # The block manager's own count of what that sequence holds at most.
+    # The KV cache's own count of the blocks that such a sequence holds at most.
     cache = KVCache(1, plan.block_size, plan.windows)
     chunk = STEPS_IN_FLIGHT * plan.max_num_batched_tokens
     assert plan.blocks_per_sequence == cache.peak_blocks(plan.max_model_len, chunk) <= plan.num_blocks
@@ -85,7 +85,7 @@ def test_more_budget_never_gives_less(given_flags: dict[str, Any], model: Any, m
         PlanRequest(**(given_flags | {"gpu_memory": given_flags["gpu_memory"] + more})), config, specs, CPU
     )
     assert large.max_model_len >= small.max_model_len
-    # Without chunks a longer prompt is a larger step, whose workspace may take a few of the blocks.
+    # Without chunks a longer prompt is a larger step, whose workspace may take the space of a few blocks.
     if given_flags["enable_chunked_prefill"] or large.max_model_len == small.max_model_len:
         assert large.num_blocks >= small.num_blocks
 
@@ -178,7 +178,7 @@ def test_costs_come_from_measured_rates() -> None:
     assert plan.costs.prefill.bound == "compute"
 
 
-# What does not, and what is said
+# Plans that do not fit, and their error messages
 
 def test_weights_that_do_not_fit() -> None:
     sentence = refusal(gpu_memory=400 * MB)
@@ -265,7 +265,7 @@ def test_rows_of_drafts_are_part_of_the_workspace() -> None:
     assert drafting.total > plain.total
     assert max_samples(16, 2048, 0) == 16
     assert max_samples(16, 2048, 4) == 80
-    assert max_samples(16, 2048, 32) == 320  # of a small batch no more
-    assert max_samples(256, 8192, 8) == 512  # of a large one a draft token each
+    assert max_samples(16, 2048, 32) == 320  # no more for a small batch
+    assert max_samples(256, 8192, 8) == 512  # one draft token each for a large batch
     assert max_samples(16, 40, 8) == 40
     assert max_samples(64, 8, 8) == 64

@@ -1,4 +1,4 @@
-"""Predictions against counts made by hand: what a step moves, at what rate, and which roof binds."""
+"""Predictions against counts made by hand: the bytes a step moves, at what rate, and which roof binds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def planned(weights: str, rates: Rates = CARD, machine: Any = GPU, **flags: Any)
 
 
 def missed(placed: WeightPlan, lasting: int) -> float:
-    """Bytes of experts that one token asks for and does not find, in four layers."""
+    """Return the bytes of experts that one token misses in four layers."""
     return 4 * 4 * (1 - lasting / 64) * placed.record_bytes
 
 
@@ -128,7 +128,7 @@ def test_more_budget_is_never_predicted_slower() -> None:
     assert speeds[-1] > 1.5 * speeds[0]
 
 
-# As a person, a script and another process read it
+# As read by a person, a script and another process
 
 def test_the_tables_say_what_lies_where_and_what_binds() -> None:
     console = Console(file=io.StringIO(), width=140)
@@ -139,7 +139,7 @@ def test_the_tables_say_what_lies_where_and_what_binds() -> None:
     for words in ("Weights, experts", f"4 paged: {placed.quota} slots each for 64 experts", "transit", "3.2 GiB",
                   "link and host", "Uniform routing is assumed", "Prefill, 512 tokens", "60.0 GB/s"):
         assert words in page
-    assert "Best case" not in page  # which is of a model that lies on the device
+    assert "Best case" not in page  # printed only for a resident model
 
 
 def test_a_cpu_plan_counts_what_is_at_home_in_its_ram() -> None:

@@ -1,4 +1,4 @@
-"""Plans for several cards: what each rank holds, what a step takes, and how near that is to what was published."""
+"""Plans for several GPUs: what each rank holds, the time of a step, and how close it is to published measurements."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def within(factor: float, value: float, other: float) -> bool:
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[ModelConfig, WeightSpecs, int]:
-    """A model, dense or a mixture, and ranks that divide it."""
+    """Draw a model, dense or a mixture, and a number of ranks that divides it."""
     ranks = draw(st.sampled_from([2, 3, 4, 8]))
     kv_heads = draw(st.sampled_from([1, 2, ranks, 2 * ranks]))
     assume(kv_heads % ranks == 0 or ranks % kv_heads == 0)
@@ -96,11 +96,11 @@ def test_ranks_together_hold_every_matrix_once_but_routers_and_shared_heads(
     shards = [Shard(rank, ranks, apart) for rank in range(ranks)]
     held = [shard_specs(specs, config, shard)[0] for shard in shards]
     assert sum(params(each, "router", "qkv") for each in held) == params(specs, "router", "qkv")
-    # A key/value head is on as many ranks as share it.
+    # A key/value head is on all ranks that share it.
     parts, heads = [shard.planned(config) for shard in shards], config.num_heads + 2 * config.num_kv_heads
     assert sum(part.num_heads + 2 * part.num_kv_heads for part in parts) == heads + 2 * max(
         0, ranks - config.num_kv_heads)
-    # What is computed adds up as well, norms aside: the first rank has no less of it than any other.
+    # Computation adds up as well, except for norms: no rank has more of it than the first.
     shape, part_shape = model_shape(config, specs, "bfloat16"), model_shape(parts[0], held[0], "bfloat16")
     batch = [(7, 11), (1, 30)]
     if config.num_kv_heads % ranks == 0 and not config.is_moe:
@@ -109,7 +109,7 @@ def test_ranks_together_hold_every_matrix_once_but_routers_and_shared_heads(
 
 def test_what_a_rank_cannot_load_is_not_planned(tmp_path: Path) -> None:
     found = planned(tmp_path, GPT_OSS_120B, 4)
-    # 2,880 columns over 4 ranks are 720, which no group of 32 divides; whole experts are not cut.
+    # 2,880 columns over 4 ranks are 720, which is no multiple of a group of 32; whole experts are not cut.
     assert [layout.name for layout in found.layouts] == ["1 card", "4 cards, experts apart"]
     ((name, why),) = found.refused
     assert name == "4 cards"
@@ -141,7 +141,7 @@ def test_every_number_that_a_refusal_proposes_works(ranks: int, kv_heads: int, t
     assert mine.num_heads % mine.num_kv_heads == 0
 
 
-# What a step takes
+# The time of a step
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(sorted(LINKS)), st.integers(1, 1 << 28), st.integers(1, 1 << 24), st.integers(1, 15))
@@ -220,18 +220,18 @@ def test_links_together_are_no_faster_than_the_memory_they_read() -> None:
 def test_the_busiest_rank_has_its_part_and_more(ranks: int, experts: int, k: int, tokens: int) -> None:
     load = busiest(experts, k, ranks, tokens)
     assert k / ranks * 0.999 <= load <= min(k, experts // ranks)
-    assert busiest(experts, k, ranks, 64 * tokens) <= load * 1.01  # many tokens are even
+    assert busiest(experts, k, ranks, 64 * tokens) <= load * 1.01  # many tokens are evenly distributed
 
 
 def test_experts_apart_are_never_faster_than_a_part_of_each(tmp_path: Path) -> None:
-    model = {**GPT_OSS_120B, "intermediate_size": 4096}  # divided without padding
+    model = {**GPT_OSS_120B, "intermediate_size": 4096}  # divisible without padding
     _, tensor, apart = planned(tmp_path, model, 4).layouts
     for even, uneven in zip(tensor.steps, apart.steps, strict=True):
         assert even.rank_seconds <= uneven.rank_seconds * 1.001
         assert even.all_reduce_seconds == uneven.all_reduce_seconds
 
 
-# Against what was published: a prediction within the factor that stands there
+# Compared with published measurements: a prediction must be within the given factor
 
 @pytest.mark.parametrize(("link", "ranks", "nbytes", "microseconds"), [
     ("nvlink4", 2, 1 << 19, 7), ("nvlink4", 4, 1 << 19, 10), ("nvlink4", 4, 1 << 22, 38),
@@ -245,14 +245,14 @@ def test_all_reduces_are_as_published_within_a_tenth(link: str, ranks: int, nbyt
     (LLAMA_8B, 2, 0.18), (LLAMA_8B, 4, 0.34), (LLAMA_70B, 4, 0.13), (LLAMA_70B, 8, 0.25)])
 def test_the_all_reduces_share_of_a_decode_step_is_within_a_third_of_the_known(tmp_path: Path, model: dict[str, Any],
                                                                               ranks: int, share: float) -> None:
-    """The known shares are of one-shot times at 4 TB/s, with two all-reduces a layer and nothing else."""
+    """The known shares are of one-shot times at 4 TB/s, with two all-reduces per layer and nothing else."""
     assert within(1.33, planned(tmp_path, model, ranks).layouts[-1].steps[0].share, share)
 
 
 @pytest.mark.parametrize(("ranks", "seconds"), [(1, 2.56), (4, 0.64)])
 def test_streamed_decode_takes_as_long_as_the_links_do_within_a_tenth(tmp_path: Path, ranks: int,
                                                                       seconds: float) -> None:
-    """70B in bfloat16, from host memory, over one link of 55 GB/s and over four."""
+    """The prediction for 70B in bfloat16, streamed from host memory over one link of 55 GB/s or four, is that close."""
     found = planned(tmp_path, LLAMA_70B, ranks, gpu_memory="9GB" if ranks == 1 else "4GB", weights="sequential",
                     max_model_len=2048, max_num_batched_tokens=256, max_num_seqs=1).layouts[-1]
     assert found.plan.placement is not None
@@ -268,7 +268,7 @@ def test_limits_of_an_h200_are_as_known_within_a_tenth(tmp_path: Path, model: di
     assert within(1.1, next(one for one in layout.steps if one.name == step).tokens_per_second, rate)
 
 
-# As a person sees it
+# The printed output
 
 def shown(folder: Path, *, as_json: bool = False, ranks: int = 2, card: str | None = "h100", link: str | None = None,
           model: dict[str, Any] = GPT_OSS_120B, **flags: Any) -> str:
@@ -301,7 +301,7 @@ def test_every_entry_of_the_table_names_its_source() -> None:
         assert card.source
         assert set(card.links) <= set(LINKS)
         assert ("measured" in card.source) == (card.measured is not None)
-        # Nothing is planned faster than its data sheet.
+        # No rate exceeds the data sheet's.
         assert card.rates.memory_read <= card.memory_peak
         assert card.rates.flops("bfloat16") <= card.bfloat16_peak
         assert (card.rates.host_to_device or 0) <= card.link_peak

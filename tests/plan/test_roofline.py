@@ -68,7 +68,7 @@ def test_a_mixture_reads_the_experts_it_touches() -> None:
 def test_a_window_bounds_what_is_read() -> None:
     shape = model_shape(GPT_OSS, GPT_OSS_SPECS, "bfloat16")
     grown = step_limit(shape, [(1, 3000)]).bytes - step_limit(shape, [(1, 2000)]).bytes
-    assert grown == 1000 * 2 * shape.kv_layer_bytes  # the two full layers only
+    assert grown == 1000 * 2 * shape.kv_layer_bytes  # only the two layers with full attention
 
 
 @given(st.integers(1, 40), st.integers(0, 60), st.none() | st.integers(1, 50))

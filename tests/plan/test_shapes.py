@@ -16,7 +16,7 @@ def test_smollm2_is_538_megabytes_with_its_tied_embedding_once() -> None:
     assert dict(shape.weights)["embedding"] == 4 * 49152 * 576
     assert shape.kv_token_bytes == 30 * 2 * 3 * 64 * 4
     assert shape.block_bytes(16) == 16 * shape.kv_token_bytes
-    # A tied head is read for logits though it lies in memory once.
+    # A tied head is read for logits although it is stored only once.
     assert shape.head_params == 49152 * 576
     assert shape.layer_bytes + shape.head_bytes == shape.weight_bytes
 
@@ -39,7 +39,7 @@ def test_packed_rows_are_padded() -> None:
     panels = reformatted(TINY_SPECS, lambda weight: weight.packed(32, LinearShape((96,), 64)))
     plain, packed = model_shape(TINY, TINY_SPECS, "float32"), model_shape(TINY, panels, "float32")
     assert dict(packed.weights)["head"] == 4 * 128 * 8
-    assert dict(packed.weights)["embedding"] == dict(plain.weights)["embedding"]  # looked up, so not packed
+    assert dict(packed.weights)["embedding"] == dict(plain.weights)["embedding"]  # used for lookups, so not packed
 
 
 def test_a_mixture_counts_one_expert_at_a_time() -> None:
@@ -57,7 +57,7 @@ def test_mxfp4_experts_stay_as_stored() -> None:
     shape = model_shape(GPT_OSS, GPT_OSS_SPECS, "bfloat16")
     params = 3 * 2880 * 2880
     assert shape.expert_params == params
-    # Half a byte a value, 90 scales a row padded to 92, biases in the engine's type.
+    # Half a byte per value, 90 scales per row padded to 92, biases in the compute type.
     assert shape.expert_bytes == params // 2 + 3 * 2880 * 92 + 2 * (2 * 2880 + 2880)
 
 

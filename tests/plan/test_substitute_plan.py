@@ -1,4 +1,4 @@
-"""Copies of layers that stream count in the budget: a plan keeps to it, or names what works."""
+"""Substitutes of streamed layers count in the budget: a plan stays within it, or names a budget that works."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TIGHT: dict[str, Any] = {"gpu_memory": 9000 * MB, "max_model_len": 2048, "max_nu
 
 
 def copies(config: ModelConfig, kind: str) -> WeightSpecs:
-    """The specs of a model's layers, rounded."""
+    """Return the specs of a model's layers in rounded form."""
     scheme = make_scheme(kind, matrices(llama.weight_specs(config)), 64, (), "bfloat16")
     rounded = llama.weight_specs(replace(config, quantization=scheme.config()))
     return {part: listed for part, listed in rounded.items() if part.startswith("layers.")}
@@ -68,7 +68,7 @@ def test_a_plan_keeps_to_its_budget_and_every_streamed_layer_has_a_copy(
         if named is not None:
             enough = {**flags, "gpu_memory": parse_bytes(named[1])}
             if machine is CPU or planned(config, machine, None, **enough).placement is not None:
-                planned(config, machine, kind, **enough)  # else it is so small beside its workspace that all of it fits
+                planned(config, machine, kind, **enough)  # else all of it fits: it is small next to its workspace
         return
     assert plan.device_bytes <= budget
     assert plan.substitutes is not None

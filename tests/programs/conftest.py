@@ -32,7 +32,7 @@ def llm(model: Path) -> Iterator[LLM]:
 
 @pytest.fixture
 def backend(llm: LLM) -> RecordingBackend:
-    """A cold cache, and what is asked of it."""
+    """Return a backend with a cold cache that records its requests."""
     llm.reset_prefix_cache()
     inner = backend_of(llm)
     inner.gate.forget()

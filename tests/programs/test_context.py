@@ -1,5 +1,5 @@
-"""Random conversations through chat templates of several kinds: the prompt is always what the template says, on top of
-the tokens that are there wherever it extends them."""
+"""Random conversations with several chat templates: the prompt is always the template's, and starts with the tokens
+computed so far whenever the template extends them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALPHABET = "ab >.\n"
 
 
 def make_tokenizer(template: str) -> Tokenizer:
-    """Bytes, and two merges, so that a text has more than one way to be tokens."""
+    """Return a tokenizer of bytes with two merges, so that a text has more than one tokenisation."""
     letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merged = {**letters, "ab": len(letters), "aab": len(letters) + 1}
     backend = tokenizers.Tokenizer(models.BPE(vocab=merged, merges=[("a", "b"), ("a", "ab")]))
@@ -45,7 +45,7 @@ def make_tokenizer(template: str) -> Tokenizer:
 
 
 class TokenizerBackend:
-    """A backend that renders and tokenizes, and generates nothing."""
+    """A backend that renders and tokenises, but generates nothing."""
 
     name = "made up"
     tokenizes = renders = True
@@ -74,10 +74,10 @@ class TokenizerBackend:
 
 
 TURNS = st.lists(st.tuples(
-    st.text(ALPHABET, min_size=1, max_size=8),  # what the user says
-    st.text(ALPHABET, max_size=4),  # how the assistant's message begins
-    st.text(ALPHABET, max_size=8),  # what is generated
-    st.booleans(),  # as one token a byte, which is not how it is encoded
+    st.text(ALPHABET, min_size=1, max_size=8),  # the user's message
+    st.text(ALPHABET, max_size=4),  # the start of the assistant's message
+    st.text(ALPHABET, max_size=8),  # generated text
+    st.booleans(),  # one token per byte, which differs from its encoding
     st.sampled_from(["length", "eos", "stop"])), min_size=1, max_size=4)
 
 

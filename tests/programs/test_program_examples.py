@@ -1,4 +1,4 @@
-"""The examples find all that an oracle knows of, and say what the same calls say by hand."""
+"""The examples reach all cache hits that an oracle knows of, and give the texts of the same calls made by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples" / "programs"))
 
 @contextmanager
 def held(llm: LLM, requests: int) -> Iterator[None]:
-    """Hold the engine until n requests wait for it: on a busy machine they would come, and be served, one by one."""
+    """Stop the engine until `requests` requests wait: on a busy machine they would arrive and run one by one."""
     thread, holding = llm._thread, threading.Event()
 
     def hold() -> None:
@@ -47,6 +47,6 @@ def test_an_example_finds_what_can_be_found(llm: LLM, backend: RecordingBackend,
     with held(llm, together):
         written = example.by_hand(hand)
     assert backend.counts.computed < hand.counts.computed
-    # Half a character that this model of bytes generates does not come back from its text, so later turns differ.
+    # Half a character, which this byte model may generate, is lost in its text, so later turns differ.
     if name in ("few_shot", "json_by_fields"):
         assert said == written

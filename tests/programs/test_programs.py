@@ -1,4 +1,4 @@
-"""Programs on a model in this process: what they say, what they share, and how they end."""
+"""Programs on a model in this process: their output, what they share, and how they end."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_a_chat_has_the_tokens_of_the_chat_template(llm: LLM, backend: Recording
     assert second.ids[:len(first.ids)] == first.ids
     assert second.ids[len(first.ids):len(first.ids) + 9] == first.generated
     by_hand = llm.chat(said, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), False)[0]
-    if "�" not in s["one"]:  # half a character does not come back from its text
+    if "�" not in s["one"]:  # half a character is lost in its text
         assert second.ids == by_hand.prompt_token_ids
         assert s["two"] == by_hand.outputs[0].text
     assert s.tokens_by_source().device == findable(backend.asked, 16) > 0
 
 
 class Forgetful(RecordingBackend):
-    """A template that leaves out what the assistant said before, as some do with thoughts."""
+    """A backend whose template omits earlier assistant messages, as some do with thoughts."""
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         return super().render([m if m["role"] != "assistant" else {**m, "content": "..."} for m in messages])
@@ -357,7 +357,7 @@ def test_programs_need_no_web_framework() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# The gate alone
+# Only the gate
 
 
 def test_the_gate_lets_one_compute_what_several_begin_with() -> None:
@@ -380,7 +380,7 @@ def test_the_gate_lets_one_compute_what_several_begin_with() -> None:
     assert entered.wait(10)
     threads[1].start()
     with gate.passing([2] * 9, lifetime), gate.passing([1, 1, 1, 2, 2], lifetime):
-        order.append("others")  # have nothing in common with it
+        order.append("others")  # these share no prefix with it
     go.set()
     for thread in threads:
         thread.join(10)

@@ -1,4 +1,4 @@
-"""The same programs on a model behind HTTP: the same texts and scores, and nothing left running."""
+"""The same programs on a model behind HTTP: the same texts and scores, and no request left running."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_refusal_of_the_server_names_the_branch(served: Server) -> None:
 
 
 class Plain(BaseHTTPRequestHandler):
-    """A server of chats and completions that tokenizes for nobody and knows no fields of others."""
+    """A server of chats and completions without a tokenize route or extension fields."""
 
     asked: list[dict[str, Any]]
     tokenizes = False

@@ -1,4 +1,4 @@
-"""The numbers and shapes of every route, against the engine itself and against the OpenAPI document's own models."""
+"""The numbers and formats of every route, compared with the engine itself and the models of the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def post(http: httpx.Client, path: str, **body: Any) -> Any:
 
 
 def events(http: httpx.Client, path: str, **body: Any) -> list[Any]:
-    """The stream's chunks; it must end with [DONE]."""
+    """Return the stream's chunks; it must end with [DONE]."""
     with http.stream("POST", path, json=body | {"stream": True}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -67,14 +67,14 @@ def test_echo_scores_the_prompt_as_the_engine_does(http: httpx.Client, llm: LLM)
                 assert score == pytest.approx(row[token].logprob, abs=1e-4)
                 best = max(value.logprob for value in row.values())
                 assert max(top.values()) == pytest.approx(best, abs=1e-4)
-                assert (score == max(top.values())) == (row[token].rank == 1)  # as lm_eval sees greediness
+                assert (score == max(top.values())) == (row[token].rank == 1)  # lm_eval's criterion for greedy tokens
             assert choice["text"].startswith(TEXT)
             assert choice["text"][len(TEXT):] == (expected.outputs[0].text if max_tokens else "")
             _check_offsets(choice["text"], scores)
 
 
 def _check_offsets(text: str, scores: dict[str, Any]) -> None:
-    """A token's text stands at its offset; a piece of a character begins where the character does."""
+    """Check that a token's text is at its offset; a piece of a character has the offset of the character."""
     for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
         if not token.startswith("bytes:"):
             assert text[offset:offset + len(token)] == token

@@ -1,4 +1,4 @@
-"""Request bodies as bytes: what is JSON is read as the standard library reads it, all else is refused in words."""
+"""Request bodies as bytes: JSON is parsed as by the standard library, anything else is rejected with a message."""
 
 from __future__ import annotations
 

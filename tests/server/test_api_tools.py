@@ -1,4 +1,4 @@
-"""Reading tool calls out of text: each format, whole and in any pieces."""
+"""Parsing tool calls from text: each format, whole and in any pieces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERMES = f"<tool_call>\n{json.dumps(ONE)}\n</tool_call>"
 CASES = [
     ("hermes", f"Let me see.\n{HERMES}", "Let me see.\n", calls_of(ONE)),
     ("hermes", f"{HERMES}\n<tool_call>{json.dumps(TWO)}</tool_call>", "", calls_of(ONE, TWO)),
-    ("hermes", f"<tool_call>{json.dumps(ONE)}", "", calls_of(ONE)),  # the closing mark was cut off
+    ("hermes", f"<tool_call>{json.dumps(ONE)}", "", calls_of(ONE)),  # the closing tag was cut off
     ("hermes", "a < b and <tool is text", "a < b and <tool is text", []),
     ("hermes", "<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
     ("llama", '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", calls_of(ONE)),

@@ -1,4 +1,4 @@
-"""`AsyncLLM` from many tasks: the tokens of one by one, nothing left of who leaves, a sentence when the engine dies."""
+"""`AsyncLLM` from many tasks: tokens as one by one, no leaks when callers leave, an error if the engine dies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_64_tasks_with_random_aborts_and_deaths_get_the_tokens_of_one_by_one(fol
             await llm.stats()
 
     async def one_dies(llm: AsyncLLM) -> None:
-        """Whoever waits is told; whoever asks again, when it is there again, is served."""
+        """Waiting calls get an error; calls after the restart are served."""
         rng, killed = random.Random(1), asyncio.Event()
 
         async def ask(seed: int) -> int:
@@ -89,7 +89,7 @@ def test_64_tasks_with_random_aborts_and_deaths_get_the_tokens_of_one_by_one(fol
         await check_nothing_is_left_async(llm)
 
     async def others(llm: AsyncLLM) -> None:
-        """The calls beside generate."""
+        """Check the calls other than generate."""
         async with aclosing(llm.generate([5, 6], LONG, "mine")) as outputs:
             await anext(outputs)
             with pytest.raises(RequestError, match="the id 'mine' runs already"):
@@ -137,6 +137,6 @@ def test_what_cannot_be_is_said_in_a_sentence(use: Callable[[AsyncLLM], Any], wo
 
 
 def test_it_does_without_torch() -> None:
-    """A notebook or a server of one's own starts at once and stays small: only the engine's process computes."""
+    """AsyncLLM starts at once and stays small in a notebook or server: only the engine process loads torch."""
     code = "import sys; from spillover import AsyncLLM; AsyncLLM(max_num_seqs=4); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: the same tokens as in process, and nothing lost or left when something dies."""
+"""The engine in a separate process: the same tokens as in process, and no loss or remains when something dies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMITS: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 8, "max_mod
 
 
 class Served:
-    """A client on an event loop in a thread of its own, as a server would run it."""
+    """A client on an event loop in a separate thread, as a server would run it."""
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
         self.loop = uvloop.new_event_loop()
@@ -89,7 +89,7 @@ def tiny(folder: str) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def null() -> Iterator[Served]:
-    """No model behind it, but the default model's tokenizer."""
+    """Yield a client with the null model, but the default model's tokenizer."""
     served = Served(load_format="null", max_model_len=2048)
     yield served
     served.close()
@@ -160,7 +160,7 @@ def test_sleep_keeps_the_kv_cache_and_requests_wait_for_the_wake_up(tiny: Served
         expected = (await answer(client, prompt, params)).output()
         running = client.factory.make(None, prompt, params)
         stream = client.answers(running)
-        await anext(stream)  # it goes to sleep in the middle of this one
+        await anext(stream)  # it falls asleep in the middle of this answer
         assert (await client.call("sleep")).sleeping
         assert client.is_sleeping
         assert client.engine_state == "sleeping"
@@ -242,7 +242,7 @@ def test_a_grammar_is_compiled_beside_the_loop_and_a_bad_one_refused(null: Serve
     with pytest.raises(RequestError, match="does not compile"):
         null.generate("Hello", bad)
     good = SamplingParams(max_tokens=5, n=2, structured_outputs=StructuredOutputs(choice=("yes", "no")))
-    assert null.generate("Hello", good).num_output == 10  # the null model knows no grammar, and need not
+    assert null.generate("Hello", good).num_output == 10  # the null model ignores grammars
 
     async def leave_while_compiling() -> None:
         client = null.client
@@ -279,7 +279,7 @@ def test_a_dead_engine_is_told_to_clients_at_once_and_started_again(
     client, params = served.client, SamplingParams(max_tokens=150)
 
     async def die(how: Callable[[], None], cause: str) -> None:
-        await client.call("sleep")  # so that they are all still open
+        await client.call("sleep")  # so that all are still open
         tasks = [asyncio.ensure_future(answer(client, [1, 2, 3], params)) for _ in range(8)]
         await until(lambda: client.num_open == 8)
         start = time.monotonic()
@@ -299,7 +299,7 @@ def test_a_dead_engine_is_told_to_clients_at_once_and_started_again(
         assert client.info.pid != first
         assert client.info.restarts == 1
         assert (await answer(client, [1, 2, 3], params)).output().outputs[0].token_ids == expected
-        # An engine that fails by itself leaves its traceback in the log; a death more than allowed is the end.
+        # An engine that fails by itself leaves its traceback in the log; one death more than allowed ends the restarts.
         monkeypatch.setattr(engine_keeper, "MAX_QUICK_DEATHS", 1)
         await die(lambda: client._keeper.send(b"\xc1"), "exited with code 1")
         await until(lambda: client.gave_up)
@@ -319,11 +319,11 @@ def test_stop_lets_requests_end_and_leaves_nothing(folder: str, tmp_path: Path,
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     served = Served(folder, load_format="null", **LIMITS)
     client = served.client
-    assert list(tmp_path.iterdir()) == []  # the socket has no name any more
+    assert list(tmp_path.iterdir()) == []  # the socket was unlinked
 
     async def drain() -> None:
         task = asyncio.ensure_future(answer(client, [1, 2, 3], SamplingParams(max_tokens=150)))
-        await asyncio.sleep(0)  # the task's first step hands the request over
+        await asyncio.sleep(0)  # the task's first step submits the request
         assert client.num_open == 1
         stopping = asyncio.ensure_future(client.close(10))
         await asyncio.sleep(0)

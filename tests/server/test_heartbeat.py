@@ -1,4 +1,4 @@
-"""An engine that hangs: /health says so within seconds, one that wakes goes on, one that does not is replaced."""
+"""A hanging engine: /health reports it within seconds; one that recovers continues, one that does not is replaced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Server]:
-    """Long enough to hang for a test, short enough to be replaced in one."""
+    """Yield a server with limits long enough to hang for a test, and short enough to be replaced in one."""
     with running("--load-format", "null", "--max-model-len", "1024", "--engine-degraded-seconds", "4",
                  "--engine-hang-seconds", "12") as started:
         yield started
@@ -115,7 +115,7 @@ def test_an_engine_that_hangs_while_it_starts_is_an_error(folder: str, monkeypat
 
 
 def test_what_is_heard_is_what_the_engine_last_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the engine does and however rarely the front looks; silence counts only while the front is awake."""
+    """The front sees the engine's latest activity however rarely it looks; silence counts while it is awake."""
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.002)
     rng, ours = random.Random(0), Heartbeat()
     pulse = Pulse(ours.theirs)
@@ -125,7 +125,7 @@ def test_what_is_heard_is_what_the_engine_last_did(monkeypatch: pytest.MonkeyPat
         pulse.at(activity, steps)
         time.sleep(0.01)
         ours.look()
-        if (ours.activity, ours.steps) != (activity, steps):  # a busy machine: the thread has not run yet
+        if (ours.activity, ours.steps) != (activity, steps):  # on a busy machine the thread may not have run yet
             until(lambda activity=activity, steps=steps: (ours.look(), (ours.activity, ours.steps))[1]
                   == (activity, steps))
         assert ours.hang(limits) is None
@@ -133,7 +133,7 @@ def test_what_is_heard_is_what_the_engine_last_did(monkeypatch: pytest.MonkeyPat
     pulse.at(STEP, 7)
     until(lambda: (ours.look(), ours.hang(endless))[1] is not None)
     assert (ours.hang(endless) or "").startswith("hung: it was in a step (7 done before it) for")
-    pulse.at(IDLE)  # for however long
+    pulse.at(IDLE)  # may last indefinitely
     until(lambda: (ours.look(), ours.activity)[1] == IDLE)
     time.sleep(0.05)
     ours.look()

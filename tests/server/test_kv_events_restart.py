@@ -1,4 +1,4 @@
-"""KV events of an engine in a process of its own, which is killed: whoever follows them knows at once what is left."""
+"""KV events of an engine in a separate process that is killed: subscribers learn at once which blocks remain."""
 
 from __future__ import annotations
 

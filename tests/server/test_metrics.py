@@ -1,4 +1,4 @@
-"""Metrics carry vLLM's names, never fall, and say where every prompt token came from; the recorder keeps no text."""
+"""Metrics have vLLM's names, never decrease, and count the source of every prompt token; the recorder keeps no text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from spillover.server.telemetry.recorder import KEPT_REQUESTS, RateHistory, Reco
 from support.servers.running_server import Server, running, until
 from support.servers.stub_client import StubClient
 
-# What dashboards made for vLLM ask for.
+# The metrics used by dashboards made for vLLM.
 VLLM_NAMES = """
     num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total
     prompt_tokens_total generation_tokens_total prompt_tokens_cached_total num_preemptions_total
@@ -46,7 +46,7 @@ VLLM_NAMES = """
 
 def make_answer(prompt: int = 20, output: int = 5, cached: int = 16, n: int = 1, reason: str | None = "stop",
                 times: tuple[float, float, float] = (0.5, 0.8, 1.2), text: str = "") -> Answer:
-    """A request as the front holds it once it has ended; `times` after arrival."""
+    """Return a finished request as the front holds it; `times` are relative to arrival."""
     requests = [Request(f"r.{i}" if n > 1 else "r", list(range(prompt)), SamplingParams(max_tokens=output))
                 for i in range(n)]
     for request in requests:
@@ -141,7 +141,7 @@ def test_totals_never_fall_when_the_engine_is_restarted_and_lose_nothing_seen(gr
             expected += grown
             stats = LiveStats(time=started + step, steps=count, prefix_queries=count, output_tokens=count)
             values = totals.update(stats, started)
-            # The next engine may be ready while the front still has the numbers of this one.
+            # The next engine may be ready while the front still has the numbers of the previous one.
             assert totals.update(stats, started if step % 2 else started + 9.5) == values
             assert values["steps"] == values["prefix_queries"] == values["step_tokens"] == expected >= last
             last = expected
@@ -287,7 +287,7 @@ def test_the_recorder_keeps_phases_but_no_text() -> None:
 @given(st.lists(st.sampled_from(["queued", "prefilling", "decoding", "ended"]), max_size=12), st.integers(0, 12))
 @settings(max_examples=60, deadline=None)
 def test_as_many_requests_are_drawn_as_queued_as_wait(states: list[str], more: int) -> None:
-    """The engine tells when a request left the queue with its first token only."""
+    """As many are shown as queued as wait, although the engine reports scheduling only with the first token."""
     waiting = min(states.count("queued"), more)
 
     async def scenario() -> dict[str, Any]:
@@ -368,7 +368,7 @@ def test_what_clients_are_told_is_what_is_counted(null_server: Server) -> None:
 def test_routers_are_told_what_they_predict_with(null_server: Server) -> None:
     with null_server.http() as http:
         http.post("/v1/completions", json={"prompt": [7] * 512, "max_tokens": 1}).raise_for_status()
-        until(lambda: http.get("/kv/info").json()["prefill_token_seconds"] is not None)  # told with the next numbers
+        until(lambda: http.get("/kv/info").json()["prefill_token_seconds"] is not None)  # sent with the next numbers
         told = http.get("/kv/info").json()
         assert http.get("/kv/info").json()["instance"] == told["instance"]
     assert (told["block_size"], told["windows"], told["events"], told["tiers"]) == (16, [None], None, [])

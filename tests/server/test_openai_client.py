@@ -1,4 +1,4 @@
-"""The `openai` package against a real server: it must not be able to tell."""
+"""The `openai` package with a real server: it behaves as with OpenAI."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_required_call_and_the_way_back(client: openai.OpenAI, stream: bool) -
 
 
 def test_tools_left_to_the_model(client: openai.OpenAI) -> None:
-    """A small model seldom calls; whatever it writes must come back as text or as a call."""
+    """A small model seldom calls tools; any output must be returned as text or as a call."""
     made = client.chat.completions.create(model=MODEL, messages=QUESTION, tools=[WEATHER], tool_choice="auto",
                                           max_tokens=48, temperature=0)
     message = made.choices[0].message

@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser, against a real server: what it shows, and that it needs nothing from elsewhere."""
+"""The page at `/` in a real browser, with a real server: what it shows, and that it loads nothing from other sites."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from support.servers.chromium import Chromium, find_chromium
 from support.servers.running_server import Server
 from support.servers.stub_client import StubClient
 
-# The contrast of every visible text with what lies behind it, worst first.
-LONG = 900  # tokens: some seconds, while the page looks once a second
+# The contrast of every visible text with its background, worst first.
+LONG = 900  # tokens: they take some seconds, and the page updates once per second
 CONTRASTS = """(() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
   const linear = (c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
@@ -78,7 +78,7 @@ def browser(one_browser: Chromium) -> Chromium:
 
 @contextmanager
 def stub_server(client: StubClient, *api_keys: str) -> Iterator[str]:
-    """The page alone, in front of an engine that does not exist."""
+    """Serve the page with a stub in place of an engine."""
     settings = ServerSettings(served_model_names=("a-model",), api_keys=api_keys)
     app = make_app(client, settings)  # type: ignore[arg-type]
     listener = socket.create_server(("127.0.0.1", 0))
@@ -127,7 +127,7 @@ def test_tiers_say_what_they_hold_and_what_moved(browser: Chromium) -> None:
 
 
 def check_layout(browser: Chromium, url: str, shown: str) -> None:
-    """Check that the page with the element `shown` fits narrow and wide windows and can be read."""
+    """Check that the page with the element `shown` fits narrow and wide windows and is readable."""
     for width in (400, 1400):
         browser.open(url, width=width)
         browser.wait(f"document.getElementById('{shown}').checkVisibility()")
@@ -278,7 +278,7 @@ def test_the_chat_streams_stops_and_goes_on(browser: Chromium, server_url: str) 
     browser.press("Enter")
     note = browser.wait(f"!{last}.classList.contains('running') && {last}.querySelector('.note')?.textContent", 30)
     assert "8 tokens" in note
-    assert "cached" in note  # the conversation so far was not computed again
+    assert "cached" in note  # the earlier conversation was not computed again
     assert browser.evaluate("document.querySelectorAll('#log .message').length") == 4
     browser.evaluate("document.getElementById('clear').click()")
     assert browser.evaluate("document.querySelectorAll('#log .message').length") == 0

@@ -1,4 +1,4 @@
-"""`spill bench serve --profile` gets a trace from a real server; one that was not asked to profile says how."""
+"""`spill bench serve --profile` gets a trace from a real server; one without profiling says how to enable it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_served_model_is_profiled(tmp_path: Path) -> None:
         refused = http.post("/stop_profile")
         assert refused.status_code == 400
         assert "no profile is running" in refused.json()["error"]["message"]
-        assert http.post("/start_profile").status_code == 200  # the server ends well while one runs
+        assert http.post("/start_profile").status_code == 200  # the server shuts down cleanly during a profile
     assert len(list(traces.iterdir())) == 1
 
 
@@ -41,7 +41,7 @@ def test_a_profile_ends_by_itself_and_is_told_to_whoever_asks(tmp_path: Path) ->
     session = ProfileSession("cpu", max_steps=3)
     with pytest.raises(SpilloverError, match="no profile is running"):
         session.stop()
-    session.stepped(10)  # nothing runs: nothing is counted
+    session.stepped(10)  # without a running profile, nothing is counted
     session.start(str(tmp_path))
     with pytest.raises(SpilloverError, match="running already"):
         session.start(str(tmp_path))

@@ -1,4 +1,4 @@
-"""A server whose ranks are killed tells its clients, starts all of them again, and says the same as before."""
+"""A server whose ranks are killed returns errors to clients, restarts all ranks, and gives the same tokens again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spillover import AsyncLLM, SamplingParams
 from spillover.server.engine.engine_keeper import EngineDead
 from support.models.hf_reference import greedy, save_checkpoint, tiny_model
 
-DEADLINE = 120.0  # for an engine to be ready again
+DEADLINE = 120.0  # seconds for an engine to become ready again
 TOLD_SECONDS = 5.0
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -36,7 +36,7 @@ def ranks_of(llm: AsyncLLM) -> list[psutil.Process]:
             if any("rank_process" in word for word in child.cmdline())]
 
 
-@pytest.mark.alone  # a lost rank is to be told within seconds
+@pytest.mark.alone  # the loss of a rank must be reported within seconds
 def test_a_server_starts_its_ranks_again(tmp_path: Path) -> None:
     model, _ = tiny_model("llama", seed=3)
     folder = str(save_checkpoint(model, tmp_path))
@@ -58,7 +58,7 @@ def test_a_server_starts_its_ranks_again(tmp_path: Path) -> None:
             await until_restarted(llm, 1)
             assert await tokens(llm, SHORT) == expected
             (rank,) = ranks_of(llm)
-            rank.kill()  # while nobody asks anything
+            rank.kill()  # while no request is running
             await until_restarted(llm, 2)
             assert await tokens(llm, SHORT) == expected
             left = [llm.info.pid, *(child.pid for child in ranks_of(llm))]

@@ -86,7 +86,7 @@ def test_a_stored_response_goes_on_is_found_and_is_deleted(client: openai.OpenAI
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(third.id)
     other = httpx.get(f"{server.url}/v1/responses/{streamed.response.id}", headers={"Authorization": "Bearer other"})
-    assert other.status_code == 404  # of another key
+    assert other.status_code == 404  # it belongs to another key
 
 
 ids = st.sampled_from([f"r{i}" for i in range(6)])
@@ -99,7 +99,7 @@ steps = st.lists(st.one_of(st.tuples(st.just("put"), st.sampled_from([b"a", b"b"
 @given(sequence=steps, limit=st.integers(0, 2000))
 def test_the_store_keeps_the_latest_within_its_bytes(sequence: list[tuple[str, bytes, str, int]], limit: int) -> None:
     store = ResponseStore(limit)
-    model: dict[tuple[bytes, str], int] = {}  # sizes, least lately used first
+    model: dict[tuple[bytes, str], int] = {}  # sizes, least recently used first
     for number, (what, owner, name, size) in enumerate(sequence):
         key = (owner, f"{name}-{number}" if what == "put" else name)
         if what == "put":

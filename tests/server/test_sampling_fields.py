@@ -1,4 +1,4 @@
-"""Fields that a request leaves out come from the model; refusals name fields that were sent and what can be done."""
+"""Fields missing from a request come from the model; errors name fields that were sent and say what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server set up by a file, over TLS, with a chat template of its own, JSON logs and messages that are only text."""
+"""A server with a config file, TLS, a chat template, JSON logs and literal special tokens in messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def literal(tokenizer: Tokenizer) -> LiteralText:
 
 
 def parsed(*arguments: str) -> dict[str, Any]:
-    """What `spill serve ARGUMENTS` would be called with."""
+    """Return the parameters of `spill serve ARGUMENTS`."""
     with main.make_context("spill", ["serve", *arguments]) as outer:
         return serve.make_context("serve", list(arguments), parent=outer).params
 
@@ -151,7 +151,7 @@ def test_it_serves_https_logs_json_and_counts_text_as_text(set_up: Server, certi
         assert http.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 3}).status_code == 200
         page = http.get("/docs")
         assert page.status_code == http.get("/page/docs.js").status_code == 200
-        assert "//" not in page.text.replace("<!doctype", "")  # nothing from elsewhere
+        assert "//" not in page.text.replace("<!doctype", "")  # nothing from other sites
         with pytest.raises(httpx.HTTPError):
             httpx.get(set_up.url.replace("https", "http") + "/health", timeout=10).raise_for_status()
 

@@ -1,4 +1,4 @@
-"""A real server over a starved device pool: what its tiers moved is what its metrics and its page say."""
+"""A real server with too small a device pool: its metrics and its page report what its tiers moved."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from support.pool_process import PoolProcess
 from support.servers.running_server import SPILL, Server, running, until
 from support.valkey import Valkey
 
-POOL = 24  # blocks of 16 tokens, of which each conversation below takes 8
+POOL = 24  # blocks of 16 tokens; each conversation below takes 8
 CONVERSATIONS = 6
 
 
 def tier_values(server: Server, name: str) -> dict[str, float]:
-    """By tier, or by tier and direction."""
+    """Return the values by tier, or by tier and direction."""
     found = {}
     for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
         for sample in family.samples:
@@ -45,7 +45,7 @@ def test_restored_tokens_are_counted_by_tier_with_bytes_rates_and_share_of_link(
         assert sum(answer.usage.prompt_tokens_details.cached_tokens for answer in again) >= 3 * 128
         assert server.metrics_total("request_restore_time_seconds_sum") > 0
 
-        # The engine tells of itself a moment after its last answer.
+        # The engine reports its statistics a moment after its last answer.
         until(lambda: server.metrics_total("prefix_cache_queries_total") == 2 * CONVERSATIONS * 130)
         moved = tier_values(server, "kv_transfer_bytes_total")
         assert moved["host in"] > 0
@@ -120,7 +120,7 @@ def test_an_engine_that_is_killed_finds_its_kv_in_the_shared_pool(tmp_path: Path
 
 
 def test_a_disk_that_the_engine_cannot_use_is_refused_at_the_start() -> None:
-    """What only a write can show: the plan has no objection to this folder where the user is root."""
+    """A folder is rejected at the start if only a write shows that it is unusable, which the plan cannot see."""
     ended = subprocess.run([*SPILL, "serve", "--load-format", "dummy", "--port", "0", "--disk",
                             "/proc/nowhere/kv:100MB"], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 2

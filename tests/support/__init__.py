@@ -1,4 +1,4 @@
-"""What tests share: engines and tiers here; models, kernels, servers, the lab and KV events below."""
+"""Code shared by tests: engines and tiers here; models, kernels, servers, the lab and KV events in the subpackages."""
 
 from pathlib import Path
 

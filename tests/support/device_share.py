@@ -1,4 +1,4 @@
-"""A budget for every engine that a test starts on a device and gives none: by itself it would take all that is free."""
+"""A memory budget for engines that tests start on a device without one: by default an engine takes all free memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from spillover.engine import planned
 from spillover.plan.request import PlanRequest
 
-SHARE = 2 * 10**9  # bytes; GPU_WORKERS of them fit any device that the tests run on
+SHARE = 2 * 10**9  # bytes of one engine; GPU_WORKERS engines fit on every device that the tests run on
 
 
 def share_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan as with `--gpu-memory 2GB`, in this process, wherever neither a budget nor a number of blocks is given."""
+    """Plan as with `--gpu-memory 2GB`, in this process, if neither a budget nor a number of blocks is given."""
 
     def bounded(**asked: Any) -> PlanRequest:
         if asked["device"] != "cpu" and asked["gpu_memory"] is None and asked["num_gpu_blocks_override"] is None:

@@ -1,4 +1,4 @@
-"""Disk tiers as the tests open them: small payloads, small segments."""
+"""Disk tiers as the tests open them: small payloads and small segments."""
 
 import os
 from pathlib import Path
@@ -8,12 +8,12 @@ from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.recovery import FIXED_BYTES, segment_cost
 from support.tier_calls import DESCRIPTION, IDENTITY, block_bytes, block_key, no_wake
 
-PAYLOAD = 5000  # not a multiple of a page
-SLOTS = 4  # in a segment
+PAYLOAD = 5000  # bytes; not a multiple of a page
+SLOTS = 4  # slots per segment
 
 
 def room_for(slots: int, payload_bytes: int = PAYLOAD, per_segment: int = SLOTS) -> int:
-    """Return the capacity that holds exactly as many blocks as `slots`."""
+    """Return the capacity in bytes that holds exactly `slots` blocks."""
     whole, rest = divmod(slots, per_segment)
     last = segment_cost(rest, payload_bytes) if rest else 0
     return FIXED_BYTES + whole * segment_cost(per_segment, payload_bytes) + last

@@ -1,7 +1,7 @@
-"""Stores blocks first, first + 1, ... on a disk tier until it is killed, and says which are stored.
+"""Store blocks FIRST, FIRST + 1, ... on a disk tier until killed, and print which blocks are stored.
 
-`python -m support.disk_writer FOLDER FIRST [KILL_AT]`: with KILL_AT it kills itself, -9, in the middle of its
-KILL_AT-th write.
+`python -m support.disk_writer FOLDER FIRST [KILL_AT]`: with KILL_AT the process kills itself with SIGKILL in the middle
+of its KILL_AT-th write.
 """
 
 import os
@@ -23,7 +23,7 @@ BATCH = 3
 
 
 def big_block(number: int) -> bytes:
-    """Quickly made, so that most of the time goes into writing."""
+    """Return a block's payload; it is made quickly, so that most of the time is spent writing."""
     return number.to_bytes(8, "little") * (PAYLOAD // 8)
 
 
@@ -42,7 +42,7 @@ def kill_at_write(kill_at: int) -> None:
         nonlocal count
         count += 1
         if count == kill_at:
-            if len(buffers[0]) > 4096:  # what lies within one page is written wholly or not at all
+            if len(buffers[0]) > 4096:  # data within one page is written completely or not at all
                 real(file, [buffers[0][: len(buffers[0]) // 2]], offset)
             os.kill(os.getpid(), signal.SIGKILL)
         return real(file, buffers, offset)

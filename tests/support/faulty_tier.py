@@ -1,12 +1,12 @@
-"""A tier that misbehaves on purpose, over any other: what stands above it must still give the same tokens.
+"""A tier that wraps another one and injects faults: the engine above it must still produce the same tokens.
 
-What goes wrong is drawn from a seed, in the order of the calls, so that a run can be repeated.
+Faults are drawn from a seed in the order of the calls, so a run can be repeated.
 
-    slow      the result comes late, but within the deadline
-    fail      the work ends with an error; a load may have written garbage into the buffer
-    corrupt   a bit of the stored record is flipped where it lies, below the checksum, before it is loaded
-    vanish    a block that lookup has found is gone when it is loaded, until it is stored again
-    hang      the work ends only well past its deadline, and a load writes into its buffer just before
+    slow      the result arrives late, but within the deadline
+    fail      the operation fails; a load may have written garbage into the buffer
+    corrupt   a bit of the stored record, which its checksum covers, is flipped in place before the record is loaded
+    vanish    a block that lookup found is missing when it is loaded, until it is stored again
+    hang      the operation completes well after its deadline; a load writes into its buffer just before it completes
 """
 
 import heapq
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """The share of blocks (and of lookups) that each fault befalls; the rest, at least 0, goes well."""
+    """The share of blocks (and of lookups) that each fault affects; the remaining share, at least 0, succeeds."""
 
     slow: float = 0.0
     fail: float = 0.0
@@ -39,11 +39,11 @@ class FaultRates:
 @runtime_checkable
 class Damageable(Protocol):
     def damage(self, key: bytes, bit: int) -> bool:
-        """Flips one bit of a stored payload where it lies; False if there is no such block."""
+        """Flip one bit of a stored payload in place; return False if the block does not exist."""
 
 
 class FaultyTier:
-    """`injected` counts what was done; `touched_too_early` counts buffers that changed before their store was done."""
+    """`injected` counts the faults; `touched_too_early` counts buffers that changed before their store completed."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class FaultyTier:
         hang_seconds: float = 0.2,
         deadline_seconds: float | None = None,
     ) -> None:
-        """`slow_seconds` is the longest delay, `hang_seconds` how far past its deadline a hanging ticket ends.
+        """`slow_seconds`: longest delay; `hang_seconds`: how long after its deadline a hanging ticket completes.
 
         `deadline_seconds` shortens the deadlines of late tickets, so that a test need not wait for those of a disk.
         """
@@ -121,7 +121,7 @@ class FaultyTier:
         self._later.close()
 
     def _draw(self) -> tuple[str | None, float]:
-        """The fault that befalls the next piece of work, and a number for its details. Always two draws."""
+        """Draw the fault of the next operation, and a number for its details; always makes two draws."""
         choice, draw = self._random.random(), self._random.random()
         for field in fields(self._rates):
             choice -= getattr(self._rates, field.name)
@@ -172,7 +172,7 @@ class FaultyTier:
         return self._delay(self.inner.load([(key, scratch)])[0], fault, draw, copy)
 
     def _delay(self, ticket: Ticket[T], fault: str, draw: float, last: Callable[[], None]) -> Ticket[T]:
-        """A ticket that ends like this one, but later; `last` runs just before it does."""
+        """Return a ticket that completes with the same result, but later; `last` runs just before."""
         now = time.monotonic()
         deadline = ticket.deadline if not ticket.done() else now + 1.0
         if self._deadline_seconds is not None:
@@ -185,7 +185,7 @@ class FaultyTier:
 
 
 class _Later:
-    """One thread that ends tickets when they are due."""
+    """One thread that completes tickets when they are due."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -204,7 +204,7 @@ class _Later:
             self._state.notify()
 
     def close(self) -> None:
-        """What is still late ends at once, as cancelled work does: without having touched its buffer."""
+        """Complete all late tickets at once, as cancelled: their buffers remain untouched."""
         with self._state:
             self._closed = True
             self._state.notify()

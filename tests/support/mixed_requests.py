@@ -1,4 +1,4 @@
-"""Requests of every kind, for runs with and without speculation that must say the same."""
+"""Requests of every kind, for comparing the output of runs with and without speculation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNT = 64
 
 
 def prompts_of(rng: random.Random) -> list[list[int]]:
-    """Texts that repeat themselves, some of which begin alike."""
+    """Return prompts that repeat phrases; some share a prefix."""
     shared = [rng.randrange(256) for _ in range(24)]
     found = []
     for _ in range(COUNT):
@@ -23,7 +23,7 @@ def prompts_of(rng: random.Random) -> list[list[int]]:
 
 
 def params_of(rng: random.Random) -> SamplingParams:
-    """Any kind of request there is."""
+    """Return the sampling parameters of a random kind of request."""
     kind: dict[str, Any] = rng.choice([
         {}, {}, {"repetition_penalty": 1.2, "presence_penalty": 0.4}, {"frequency_penalty": 0.3},
         {"logit_bias": {65: 4.0, 66: -5.0}}, {"top_k": 4, "top_p": 0.9}, {"min_p": 0.1}, {"n": 2},

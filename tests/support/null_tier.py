@@ -1,4 +1,4 @@
-"""A tier that takes every block and has none: what a tier costs without what it gives."""
+"""A tier that accepts every block and stores none: it measures the cost of a tier without its benefit."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Models and machines that the plan tests share."""
+"""Models and machines for the plan tests."""
 
 from __future__ import annotations
 

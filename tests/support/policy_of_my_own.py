@@ -1,10 +1,10 @@
-"""A user's policy, named on the command line as support.policy_of_my_own:Backwards."""
+"""A user's policy, selected on the command line as support.policy_of_my_own:Backwards."""
 
 from collections.abc import Sequence
 
 
 class Backwards:
-    """Keeps experts with high numbers, and always wants the last one."""
+    """A policy that keeps experts with high numbers and always prefetches the last one."""
 
     def on_load(self, layers: int, experts: int, quota: int) -> None:
         self.experts = experts

@@ -1,4 +1,4 @@
-"""A shared pool's owner as a process of its own, for tests: in a temporary folder, killed and started again at will."""
+"""The process that owns a shared pool, for tests: it runs in a temporary folder and can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ except SpilloverError as error:
 
 class PoolProcess:
     def __init__(self, capacity: int) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="pool-"))  # a socket's path must be short
+        self.folder = Path(tempfile.mkdtemp(prefix="pool-"))  # short, because the path of a socket is limited
         self.path = self.folder / "private" / "sock"
         self.capacity = capacity
         self.process: subprocess.Popen[bytes] | None = None
@@ -61,7 +61,7 @@ class PoolProcess:
             self.process = None
 
     def freeze(self) -> None:
-        """It takes connections and answers nothing, until thaw()."""
+        """Stop the process: it accepts connections but does not answer until thaw()."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
 
@@ -81,7 +81,7 @@ class PoolProcess:
 
 
 def mapped_pools(pid: int | str = "self") -> int:
-    """Return how many pools' memories a process has mapped."""
+    """Return the number of shared pools that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return len({line.split()[4] for line in lines if "memfd:spillover-pool" in line})
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: what sharded models compute, without processes."""
+"""Ranks as threads of this process: computes with sharded models without starting processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE = 30.0
 
 
 class _Meeting:
-    """Where all ranks leave what the others are to see."""
+    """The place where ranks exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.given: list[Tensor | None] = [None] * size
@@ -39,7 +39,7 @@ class ThreadRanks:
         self.rank = rank
         self.size = len(meeting.given)
         self.expert_rows = torch.zeros(self.size, dtype=torch.int64)
-        self.calls = 0  # sums that were made
+        self.calls = 0  # number of sums
         self._meeting = meeting
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -60,13 +60,13 @@ def thread_ranks(size: int) -> list[ThreadRanks]:
 
 
 def at_once(size: int, work: Callable[[int], Made]) -> list[Made]:
-    """Return what each rank returns; the first error of one of them is raised."""
+    """Run `work` for all ranks at once and return the results; raise the first error of any rank."""
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(work, range(size)))
 
 
 class ShardedPagedModel:
-    """A PagedModel for each rank, stepped together."""
+    """One PagedModel per rank, stepped together."""
 
     def __init__(self, checkpoint: Checkpoint, size: int, expert_parallel: bool = False) -> None:
         self.ranks = thread_ranks(size)

@@ -1,7 +1,7 @@
-"""A runner without a model: its KV remembers from which prefix each cache slot was computed, and every read is checked.
+"""A runner without a model: its KV records the prefix from which each cache slot was computed, and checks every read.
 
-The token it draws is a function of the whole prefix as read back from the cache, so a wrong table, a block reused too
-early or a stale prefix shows as a wrong token.
+The token it draws is a function of the whole prefix as read from the cache, so a wrong block table, a block reused too
+early or a stale prefix appears as a wrong token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spillover.engine.requests.request import Request
 from spillover.engine.step import NewRequest, Step, StepItem, StepResult, decode_step, encode_step
 
 VOCAB = 50
-SLOT = struct.Struct("<bbI")  # a cache slot in host memory: whether it was ever written, group, prefix
+SLOT = struct.Struct("<bbI")  # a cache slot in host memory: whether it was ever written, layer group, prefix
 
 
 def chain(parent: int, token: int) -> int:
@@ -27,7 +27,7 @@ def draw(prefix: int) -> int:
 
 
 def expected_tokens(request: Request, max_model_len: int) -> list[int]:
-    """What the request must come to, computed alone and without a cache."""
+    """Return the request's tokens, computed alone and without a cache."""
     prefix = 0
     for token in request.prompt_token_ids:
         prefix = chain(prefix, token)
@@ -58,8 +58,8 @@ class SimulatedStep:
 
 
 class SimulatedRunner:
-    """Executes at launch, in order, as a stream would. It knows requests from the messages alone, as any runner does:
-    each step is written down as bytes and read back before it is run."""
+    """Executes steps at launch, in order, as a stream would. Like any runner, it knows requests only from the messages:
+    each step is encoded to bytes and decoded before it runs."""
 
     def __init__(self, block_size: int, windows: tuple[int | None, ...]) -> None:
         self.block_size = block_size
@@ -69,7 +69,7 @@ class SimulatedRunner:
         self.tables: dict[int, list[list[int]]] = {}
         self.steps: list[Step] = []
         self.requests: dict[int, NewRequest] = {}
-        self.prompts: dict[int, tuple[int, ...]] = {}  # of all requests there ever were
+        self.prompts: dict[int, tuple[int, ...]] = {}  # prompts of all requests so far
 
     def launch(self, step: Step) -> SimulatedStep:
         step = decode_step(encode_step(step))

@@ -1,4 +1,4 @@
-"""A link for the simulated runner, and a tier in memory: what they move is checked token by token when it is read."""
+"""A link for the simulated runner, and a tier in memory: moved data is checked token by token when it is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.simulated import SLOT, SimulatedRunner
 
 
 class SimulatedLink:
-    """Moves what the simulated runner remembers of a block. `faults` fail a copy in either direction."""
+    """Copies the simulated runner's records of a block. `fault` decides whether a copy, in either direction, fails."""
 
     def __init__(self, runner: SimulatedRunner, fault: Callable[[], bool] = lambda: False) -> None:
         self.block_bytes = self.slot_bytes = runner.block_size * SLOT.size
@@ -38,7 +38,7 @@ class SimulatedLink:
             fails = self._fault()
             for offset in range(self._runner.block_size):
                 present, group, prefix = SLOT.unpack_from(slot, offset * SLOT.size)
-                if present:  # a copy that fails leaves garbage, which nobody may read
+                if present:  # a failed copy leaves garbage, which must never be read
                     self._runner.slots[block, offset] = (-7, 0) if fails else (group, prefix)
             if fails:
                 raise OSError("injected")
@@ -49,13 +49,13 @@ class SimulatedLink:
 
 
 class DictTier:
-    """A tier in a dictionary, with threads and deadlines as the real ones have."""
+    """A tier in a dictionary, with threads and deadlines like real tiers."""
 
     def __init__(self, wake: Callable[[], None], name: str = "disk", capacity: int = 1 << 30, delay: float = 0.0,
                  lookup_delay: float | None = None, seed: int = 0, lookup_seconds: float = 0.2) -> None:
-        """`lookup_delay`: its blocks are not known without asking, which takes that long, at most `lookup_seconds`."""
+        """`lookup_delay`: duration of a lookup, which is then the only way to find blocks; at most `lookup_seconds`."""
         self.name = name
-        self.down = False  # everything fails
+        self.down = False  # True: every operation fails
         self.blocks: dict[bytes, bytes] = {}
         self.loads = self.stores = 0
         self._capacity = capacity
@@ -117,7 +117,7 @@ class DictTier:
         with self._lock:
             found = self.blocks.get(key) if not self.down else None
         if found is None:
-            view[:] = b"\xff" * len(view)  # what a failed load leaves must never be read
+            view[:] = b"\xff" * len(view)  # data left by a failed load must never be read
             return False
         view[:] = found
         self.loads += 1
@@ -125,7 +125,7 @@ class DictTier:
 
 
 class MappedDictTier(DictTier):
-    """A pool that is asked for its blocks, and copies between them and the device itself."""
+    """A pool that requires lookups, and copies between its blocks and the device by itself."""
 
     def __init__(self, wake: Callable[[], None], nbytes: int, **options: Any) -> None:
         super().__init__(wake, "pool", lookup_delay=0.0, **options)
@@ -143,7 +143,7 @@ class MappedDictTier(DictTier):
         def get(key: bytes, block: int) -> bool:
             view = memoryview(bytearray(self._nbytes))
             found = self._get(key, view)
-            copy_in([view], [block])  # what was not found is garbage, which nobody may read
+            copy_in([view], [block])  # a block that was not found is garbage, which must never be read
             return found
 
         return [self._lane.submit(lambda k=key, b=block: get(k, b), time.monotonic() + 5) for key, block in items]

@@ -1,7 +1,7 @@
-"""KV pools of models of a few kilobytes: as many blocks as tests can use, not the million that a default budget holds.
+"""KV pools for models of a few kilobytes: enough blocks for the tests, not the million that a default budget holds.
 
-An engine on a CPU that is given no budget takes 1 GiB for KV, and writes it once. Blocks of a model for people are
-large enough that this is fewer than the bound here: their plans are as always.
+On a CPU without a budget an engine allocates 1 GiB for KV and writes all of it once. The blocks of full-size models are
+so large that fewer than the limit here fit: their plans are unchanged.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from spillover.plan import fit, planner
 from spillover.plan.hardware import Machine
 from spillover.plan.request import PlanRequest
 
-BLOCKS, BYTES = 1 << 14, 128 << 20  # at least; a draft model lies in the bytes too
+BLOCKS, BYTES = 1 << 14, 128 << 20  # minimum pool: blocks, and bytes (which include a draft model)
 
 
 def install() -> None:
-    """Bound the default of a CPU, in this process."""
+    """Limit the default KV budget of a CPU, in this process."""
     plain, most = planner.fit, fit.CPU_KV_BYTES
 
     def bounded(request: PlanRequest, sizes: fit.Sizes, machine: Machine, available: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Small models of each kind, and engines that give them less memory than they have weights."""
+"""Small models of each kind, and engines with less device memory than the weights need."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Answers:
     plan: Plan
     weights: Any
     traffic: WeightTraffic
-    device_bytes: int  # that the weights take
+    device_bytes: int  # bytes of weights on the device
     host_bytes: int
 
 
@@ -77,7 +77,7 @@ def answer(folder: str, asked: list[list[int]], tokens: int = 10, **flags: Any) 
 
 
 def least(folder: str, **flags: Any) -> int:
-    """Return the smallest budget, which the refusal of a smaller one names."""
+    """Return the smallest possible budget, read from the error message for a smaller one."""
     with pytest.raises(PlanError) as refusal:
         answer(folder, [], gpu_memory="1MB", **flags)
     return parse_bytes(re.findall(r"at least ([0-9.]+[KMG]iB)", str(refusal.value))[-1])

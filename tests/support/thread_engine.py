@@ -25,7 +25,7 @@ from support.rank_threads import DEADLINE, ThreadRanks, thread_ranks
 
 
 class RankThreads:
-    """The other ranks, as ParallelRunner sees them."""
+    """The other ranks, with the interface that ParallelRunner uses."""
 
     def __init__(self, config: EngineConfig, plan: Plan, ranks: list[ThreadRanks]) -> None:
         self.weight_bytes = 0
@@ -74,7 +74,7 @@ class RankThreads:
 
 
 def start_threads(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelRunner:
-    """Stand in for `start_ranks`."""
+    """Start ranks as threads, in place of `start_ranks`."""
     first, *rest = thread_ranks(config.tensor_parallel_size)
     others = RankThreads(config, plan, rest)
     inner: Any = make(ranks=first)
@@ -83,7 +83,7 @@ def start_threads(config: EngineConfig, plan: Plan, make: MakeRunner) -> Paralle
 
 @contextmanager
 def threads_for_ranks() -> Iterator[None]:
-    """Let engines start threads in place of processes."""
+    """Make engines start threads in place of processes."""
     with mock.patch.object(assemble, "start_ranks", start_threads):
         yield
 

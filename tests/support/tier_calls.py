@@ -1,4 +1,4 @@
-"""What tests of tiers do all the time: make payloads, wait for tickets with a deadline, store and load in one call."""
+"""Operations common to tests of tiers: make payloads, wait for tickets with a deadline, store and load in one call."""
 
 import random
 import time
@@ -25,7 +25,7 @@ def block_bytes(seed: object, nbytes: int) -> bytes:
 
 
 def wait(tier: Tier | None, tickets: Sequence[Ticket[Any]], seconds: float = 30.0) -> list[Any]:
-    """The results; fails if a ticket is not done in time."""
+    """Return the results; fail if a ticket is not done in time."""
     deadline = time.monotonic() + seconds
     while not all(ticket.done() for ticket in tickets):
         assert time.monotonic() < deadline, "a ticket is still not done"
@@ -42,7 +42,7 @@ def put(tier: Tier, blocks: dict[bytes, bytes]) -> list[bool | None]:
 
 
 def get(tier: Tier, keys: Sequence[bytes], nbytes: int) -> list[bytes | None]:
-    """The payloads, None where a load did not succeed."""
+    """Return the payloads, None for each load that did not succeed."""
     buffers = [memoryview(bytearray(nbytes)) for _ in keys]
     results = wait(tier, tier.load(list(zip(keys, buffers, strict=True))))
     return [bytes(buffer) if result else None for buffer, result in zip(buffers, results, strict=True)]

@@ -1,4 +1,4 @@
-"""A simulated engine with KV tiers: no model, and every token it reads back is checked."""
+"""A simulated engine with KV tiers: there is no model, and every token read back is checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.simulated_tiers import SimulatedLink
 
 SIZE = 4
 LENGTH = 400
-PATIENCE = 20.0  # seconds that a whole run may take at most before it counts as hanging
+PATIENCE = 20.0  # maximum seconds of a whole run; above it the run counts as hanging
 
 
 class World:

@@ -1,6 +1,6 @@
-"""A real Valkey (or Redis) server for tests: in a temporary folder, on a free port and a socket of its own.
+"""A real Valkey (or Redis) server for tests: in a temporary folder, on a free port and its own socket.
 
-A test folder takes the fixtures over in its conftest.py: `from support.valkey import valkey, valkey_program`.
+A test folder imports the fixtures in its conftest.py: `from support.valkey import valkey, valkey_program`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from spillover.cli.bench.redis_server import find_server
 
 
 class Valkey:
-    """`arguments` are those of the program. It may be killed and started again, at the same address and empty."""
+    """A server started with these arguments. After a kill it can be restarted, empty, at the same address."""
 
     def __init__(self, program: str, *arguments: str, tls: tuple[Path, Path] | None = None) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="valkey-"))  # a socket's path must be short
+        self._folder = Path(tempfile.mkdtemp(prefix="valkey-"))  # short, because the path of a socket is limited
         self._program, self._arguments, self._tls = program, arguments, tls
         self.socket = self._folder / "socket"
         self.port = _free_port()
@@ -56,7 +56,7 @@ class Valkey:
             self._process = None
 
     def freeze(self) -> None:
-        """It takes connections and answers nothing, until thaw()."""
+        """Stop the process: it accepts connections but does not answer until thaw()."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -105,7 +105,7 @@ def valkey_program() -> str:
 
 @pytest.fixture
 def valkey(valkey_program: str) -> Iterator[Valkey]:
-    """An empty server without password or TLS."""
+    """Yield an empty server without password or TLS."""
     with Valkey(valkey_program) as server:
         yield server
 

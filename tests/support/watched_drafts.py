@@ -1,4 +1,4 @@
-"""Watches a runner with a head: what it drafted, behind which tokens, and which rows of the head followed zeros."""
+"""A recorder for a runner with a head: its drafts, the tokens before each, and the head's rows that followed zeros."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Tokens = tuple[int, ...]
 
 @dataclass
 class WatchedDrafts:
-    """Every step must have ended when the next is launched: `--no-async-scheduling`."""
+    """The recorded drafts. Each step must be complete before the next is launched: `--no-async-scheduling`."""
 
-    # All tokens before, the draft, and which rows followed zeros; None where that cannot be told.
+    # (all tokens before the draft, the draft, the rows that followed zeros; None if these cannot be determined)
     drafts: list[tuple[Tokens, Tokens, set[int] | None]] = field(default_factory=list)
     zeros: defaultdict[Tokens, set[bool]] = field(default_factory=lambda: defaultdict(set))  # of all rows, by tokens
     _own: defaultdict[int, dict[int, bool]] = field(default_factory=lambda: defaultdict(dict))  # by request, position
@@ -26,7 +26,7 @@ class WatchedDrafts:
 
     @staticmethod
     def of(runner: Any) -> WatchedDrafts:
-        """Watch the runner of an engine, of any device."""
+        """Watch an engine's runner, on any device."""
         watched, launch, draft = WatchedDrafts(), runner.launch, runner.draft
 
         def watched_launch(step: Step) -> LaunchedStep:
@@ -55,7 +55,7 @@ class WatchedDrafts:
         return watched
 
     def _without(self, id: int, tokens: Tokens) -> set[int] | None:
-        """Return the rows that followed zeros; None where one from the cache was computed behind hidden states too."""
+        """Return the rows that followed zeros; None if a cached row was also computed after hidden states."""
         own = self._own[id]
         rows = [{own[position]} if position in own else self.zeros[tokens[:position + 1]]
                 for position in range(len(tokens) - 1)]
@@ -64,8 +64,8 @@ class WatchedDrafts:
         return {position for position, row in enumerate(rows) if True in row}
 
     def check(self, reference: ReferenceHead, others: float = 0.0) -> int:
-        """Hold every second draft against the definition; returns how many could be. `others`: share that may differ,
-        because sums in another order can make another token the likeliest."""
+        """Compare every second draft with the definition; return the number of comparable drafts. `others`: the share
+        that may differ, because another order of summation can change the most likely token."""
         known = [(tokens, found, without) for tokens, found, without in self.drafts if without is not None]
         wrong = [len(tokens) for tokens, found, without in known[::2]
                  if list(found) != reference.draft(list(tokens), len(found), without)]

@@ -1,4 +1,4 @@
-"""A draft model that was trained on a model's answers is loaded, drafts, and some of its drafts are accepted."""
+"""A draft model trained on a model's answers is loaded, drafts, and some of its drafts are accepted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_loss_falls_and_drafts_are_accepted(model: Path, trained: Trained) -
 
 
 def test_what_is_written_computes_what_was_trained(trained: Trained) -> None:
-    """The engine's log probabilities of the folder are those of the decoder in plain torch."""
+    """The engine's log probabilities for the folder are those of the decoder in plain torch."""
     hf = json.loads((trained.folder / "config.json").read_text())
     student = Student(hf, 32, torch.device("cpu"))
     stored = load_file(trained.folder / "model.safetensors")
@@ -103,7 +103,7 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not(model: Path, data:
         train(str(model), folder, OPTIONS, data)
     with pytest.raises(SpilloverError, match="another layers"):
         train(str(model), folder, replace(OPTIONS, layers=2), data, resume=True)
-    monkeypatch.setattr("spillover.training.train.LLM", None)  # nothing is answered again
+    monkeypatch.setattr("spillover.training.train.LLM", None)  # no answers are generated again
     again = train(str(model), folder, OPTIONS, data, resume=True)
     assert seen == [10, 20]
     first, second = (load_file(one / "model.safetensors") for one in (trained.folder, again.folder))
@@ -111,7 +111,7 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not(model: Path, data:
 
 
 def test_answers_are_scored_where_they_are(model: Path, trained: Trained) -> None:
-    """The likeliest tokens that are kept are those of plain generation: greedy answers are the likeliest ones."""
+    """The most likely tokens that are stored are those of plain generation: greedy answers equal them."""
     answers = Answers.load(trained.folder / "training" / "answers.npz")
     assert len(answers.top_ids) == int((answers.lengths - answers.prompts).sum())
     token = score = 0
@@ -124,7 +124,7 @@ def test_answers_are_scored_where_they_are(model: Path, trained: Trained) -> Non
 
 
 def test_the_command_asks_the_model_for_prompts(model: Path, tmp_path: Path) -> None:
-    """Without --data; and with all of the model's tokens there is no file of tokens."""
+    """Without --data the model generates prompts; with the full draft vocabulary there is no file of tokens."""
     run = CliRunner().invoke(main, [
         "draft", "train", str(model), "--out", str(tmp_path / "draft"), "--layers", "1", "--draft-vocab", "0",
         "--answers", "8", "--answer-tokens", "8", "--steps", "3", "--batch-tokens", "64", "--device", "cpu"])

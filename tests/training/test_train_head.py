@@ -1,4 +1,4 @@
-"""An EAGLE-3 head that was trained on a model's answers drafts what it was trained to, and some of it is accepted."""
+"""An EAGLE-3 head trained on a model's answers drafts as trained, and some of its drafts are accepted."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def test_the_loss_falls_and_drafts_change_no_text(folder: Path, trained: Trained
         stats = llm.stats().speculation
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
     assert stats is not None
-    assert stats.counts.accepted > 0.02 * stats.counts.tokens  # by chance 0.005
+    assert stats.counts.accepted > 0.02 * stats.counts.tokens  # random drafts: 0.005
 
 
 def test_passes_are_trained_as_they_draft(folder: Path, target: PreTrainedModel, trained: Trained) -> None:
-    """Row p of pass n says what a draft that began at p - n says, by the definition."""
+    """Row p of pass n equals the reference's draft that began at p - n."""
     hf = json.loads((trained.folder / "config.json").read_text())
     stored = {name: weight.float() if weight.is_floating_point() else weight
               for name, weight in load_file(trained.folder / "model.safetensors").items()}

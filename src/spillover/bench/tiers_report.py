@@ -59,13 +59,13 @@ def multi_turn_table(results: Sequence[MultiTurnResult], title: str) -> Table:
 
 def traffic_table(traffic: Mapping[str, Sequence[TierTraffic]]) -> Table:
     """Return the table of bytes moved between tiers, from traffic by arm."""
-    table = make_table("Moved meanwhile", "tiers", "way", "moved", "while moving", "link", "of link", "failures")
+    table = make_table("Traffic", "tiers", "direction", "moved", "while moving", "link", "of link", "failures")
     for arm, tiers in traffic.items():
         for tier in tiers:
-            for way, count, rate, link in tier.directions():
+            for direction, count, rate, link in tier.directions():
                 table.add_row(
                     arm,
-                    f"to {tier.name}" if way == "in" else f"from {tier.name}",
+                    f"to {tier.name}" if direction == "in" else f"from {tier.name}",
                     format_bytes(count),
                     NOTHING if rate is None else format_rate(rate, "B/s"),
                     NOTHING if link is None else format_rate(link, "B/s"),

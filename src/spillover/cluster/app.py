@@ -106,7 +106,7 @@ class RouterApp:
                 "index_note": watcher.note, "in_flight": len(replica.flights), "waiting": replica.waiting,
                 "backlog_seconds": round(replica.backlog(now), 4),
                 "prefill_tokens_per_second": round(1 / replica.token_seconds, 1),
-                "device_blocks": replica.told.device_blocks, "device_blocks_used": replica.told.device_blocks_used}
+                "device_blocks": replica.report.device_blocks, "device_blocks_used": replica.report.device_blocks_used}
 
 
 def make_app(inner: RouterApp, settings: RouterSettings, metrics: RouterMetrics) -> ASGIApp:

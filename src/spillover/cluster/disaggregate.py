@@ -36,12 +36,12 @@ def split(fleet: Fleet, prompt: Prompt, decision: Decision, now: float, mode: Mo
           exclude: Collection[Replica] = ()) -> Split | None:
     """Return which replica computes the prompt of an answer that `decision` decodes; None if the decoding one does."""
     decoder, keys = decision.replica, decision.keys
-    stores, size = decoder.told.stores, keys.block_size
+    stores, size = decoder.report.stores, keys.block_size
     new = len(keys.keys) - decision.first  # number of whole blocks to compute
     if mode == "never" or not stores or new < LEAST_BLOCKS:
         return None
     others = [replica for replica in fleet.replicas
-              if replica is not decoder and replica.usable(now) and not stores.keys().isdisjoint(replica.told.stores)
+              if replica is not decoder and replica.usable(now) and not stores.keys().isdisjoint(replica.report.stores)
               and fleet.spaces[replica.place] == fleet.spaces[decoder.place] and replica not in exclude]
     if not others:
         return None
@@ -55,7 +55,7 @@ def split(fleet: Fleet, prompt: Prompt, decision: Decision, now: float, mode: Mo
     matches = fleet.index.match(keys.keys, [replica.place for replica in others])
     for replica, rate in zip(others, rates[1:], strict=True):
         there, busy = matches[replica.place].blocks, replica.load(now)
-        bring = new * next(seconds for name, seconds in stores.items() if name in replica.told.stores)
+        bring = new * next(seconds for name, seconds in stores.items() if name in replica.report.stores)
         compute = max(prompt.tokens - there * size, 1) * rate.token_seconds
         first = decision.prediction._replace(queue=busy.backlog_seconds, restore=0.0, compute=compute,
                                              cached_tokens=there * size, least=rate.least_seconds)

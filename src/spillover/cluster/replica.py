@@ -80,7 +80,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Told:
+class ReplicaReport:
     """The state that a server reports; values that it does not report are learned, or keep these defaults."""
 
     token_seconds: float | None = None
@@ -104,7 +104,7 @@ class Replica:
         self.why = "it has not been asked yet"  # why it is not ready
         self.models: frozenset[str] = frozenset()  # model names that it serves; empty if unknown
         self.breaker = Breaker()
-        self.told = Told()
+        self.report = ReplicaReport()
         self.flights: dict[Flight, None] = {}  # in the order in which they were sent
         self.sent_tokens = 0.0  # prompt tokens that it had to compute
         self.output_tokens = USUAL_OUTPUT_TOKENS  # mean number of tokens per answer
@@ -121,31 +121,31 @@ class Replica:
     def usable(self, now: float) -> bool:
         return self.ready and not self.draining and self.breaker.allows(now)
 
-    def tell(self, told: Told) -> None:
+    def update(self, report: ReplicaReport) -> None:
         """Apply the server's report. Requests in it beyond this router's belong to other clients."""
-        self.told = told
-        self._foreign_tokens = max(0, told.waiting_tokens - self._waiting_tokens)
-        self._foreign_running = max(0, told.running - len(self.flights))
+        self.report = report
+        self._foreign_tokens = max(0, report.waiting_tokens - self._waiting_tokens)
+        self._foreign_running = max(0, report.running - len(self.flights))
 
     @property
     def rates(self) -> Rates | None:
         """Return its speed as reported or measured; None if unknown."""
-        token = self.told.token_seconds or self._cost.token_seconds
-        return None if token is None else Rates(token, self.told.block_seconds, self._least_seconds)
+        token = self.report.token_seconds or self._cost.token_seconds
+        return None if token is None else Rates(token, self.report.block_seconds, self._least_seconds)
 
     @property
     def token_seconds(self) -> float:
-        return self.told.token_seconds or self._cost.token_seconds or USUAL_TOKEN_SECONDS
+        return self.report.token_seconds or self._cost.token_seconds or USUAL_TOKEN_SECONDS
 
     def load(self, now: float, held_blocks: int = 0) -> Load:
         """Return its current load. `held_blocks` is the number of blocks on its device according to the index."""
-        told = self.told
+        report = self.report
         running = len(self.flights) - len(self._waiting) + self._foreign_running
         use = 0.0
-        if told.device_blocks:
-            use = max(told.device_blocks_used or 0, held_blocks) / told.device_blocks
+        if report.device_blocks:
+            use = max(report.device_blocks_used or 0, held_blocks) / report.device_blocks
         return Load(backlog_seconds=self.backlog(now), running=running, open=running + len(self._waiting),
-                    slots=told.slots or 1 << 30, sequence_seconds=self._sequence_seconds, device_use=use)
+                    slots=report.slots or 1 << 30, sequence_seconds=self._sequence_seconds, device_use=use)
 
     def backlog(self, now: float) -> float:
         """Return the work in seconds of the prompts waiting there, less the time already spent on the first."""

@@ -17,7 +17,7 @@ import msgspec
 from spillover.cluster.fleet import Fleet
 from spillover.cluster.keys import TEXT, TokenSpace
 from spillover.cluster.mirror import Approximation, Mirror
-from spillover.cluster.replica import Replica, Told
+from spillover.cluster.replica import Replica, ReplicaReport
 from spillover.cluster.segments import SegmentEncoder
 from spillover.cluster.subscriber import Subscriber, reachable
 from spillover.cluster.upstream import Upstream
@@ -171,7 +171,7 @@ class Watcher:
                 self._instance = "unknown"
                 await self._follow_foreign(upstream)
             return
-        self._replica.tell(told(info, upstream.url))
+        self._replica.update(replica_report(info, upstream.url))
         if info.instance != self._instance:
             self._instance = info.instance
             await self._follow(upstream, info)
@@ -231,9 +231,9 @@ class Watcher:
             self.note = "what was sent there (its KV events could not be followed)"
 
 
-def told(info: KvInfo, url: str) -> Told:
+def replica_report(info: KvInfo, url: str) -> ReplicaReport:
     """Return the state that the server at this address reports."""
-    return Told(info.prefill_token_seconds,
+    return ReplicaReport(info.prefill_token_seconds,
                 {tier.medium: tier.block_seconds for tier in info.tiers if tier.block_seconds is not None},
                 info.max_num_seqs, info.device_blocks, info.device_blocks_used, info.waiting_prompt_tokens,
                 info.num_running, {store_name(each.name, url): each.block_seconds or 0.0 for each in info.stores})

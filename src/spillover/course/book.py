@@ -51,7 +51,7 @@ def _run(run: CourseRun) -> dict[str, Any]:
     rows = filled_rows(run)
     drawn = [(each.row, [name for name, _ in each.rows], plot(each)) for each in rows
              if each.row.name in run.week.plots]
-    when = datetime.datetime.fromtimestamp(float(run.told.get("updated") or 0), datetime.UTC)
+    when = datetime.datetime.fromtimestamp(float(run.saved.get("updated") or 0), datetime.UTC)
     reports = [run.experiment_folder(step.name) / "report.html" for step in run.week.experiments]
     return {"run": run, "rows": rows, "outcomes": check(run), "when": f"{when:%Y-%m-%d %H:%M} UTC",
             "plots": [(row, names, picture) for row, names, picture in drawn if picture is not None],

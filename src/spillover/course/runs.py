@@ -41,35 +41,35 @@ class CourseRun:
     def command_file(self, name: str) -> Path:
         return self.folder / f"{name}.json"
 
-    def note(self, step: str | None = None, **told: Any) -> None:
+    def note(self, step: str | None = None, **values: Any) -> None:
         """Save the outcome of a step, or facts about the run."""
-        before = self.told
+        before = self.saved
         steps = before.get("steps") or {}
         if step is not None:
-            steps, told = {**steps, step: {**steps.get(step, {}), **told}}, {}
+            steps, values = {**steps, step: {**steps.get(step, {}), **values}}, {}
         write_json(self.folder / "run.json", {**before, "week": self.week.number, "scale": self.scale,
-                                              "engine": self.engine, "updated": time.time(), **told, "steps": steps})
+                                              "engine": self.engine, "updated": time.time(), **values, "steps": steps})
 
     @property
-    def told(self) -> Mapping[str, Any]:
+    def saved(self) -> Mapping[str, Any]:
         path = self.folder / "run.json"
         found: Mapping[str, Any] = read_json(path) if path.exists() else {}
         return found
 
     def done(self, step: str) -> bool:
-        return bool(((self.told.get("steps") or {}).get(step) or {}).get("done"))
+        return bool(((self.saved.get("steps") or {}).get(step) or {}).get("done"))
 
     @property
     def seconds(self) -> float:
         """Return the time its steps took in seconds, summed over repeated runs."""
-        return sum(self.step_seconds(step) for step in self.told.get("steps") or {})
+        return sum(self.step_seconds(step) for step in self.saved.get("steps") or {})
 
     def step_seconds(self, step: str) -> float:
-        return float(((self.told.get("steps") or {}).get(step) or {}).get("seconds") or 0.0)
+        return float(((self.saved.get("steps") or {}).get(step) or {}).get("seconds") or 0.0)
 
     def reason(self, step: str) -> str:
         """Return why a step has no results."""
-        found = (self.told.get("steps") or {}).get(step) or {}
+        found = (self.saved.get("steps") or {}).get(step) or {}
         return str(found.get("reason") or f"{step} was not run")
 
     @cached_property
@@ -96,4 +96,4 @@ def runs_of(results: Path, week: Week) -> list[CourseRun]:
     """Return the runs of a week, the last one first."""
     found = [CourseRun.of(results, week, scale, engine) for scale in SCALES for engine in week.engines]
     begun = [run for run in found if (run.folder / "run.json").is_file()]
-    return sorted(begun, key=lambda run: float(run.told.get("updated") or 0), reverse=True)
+    return sorted(begun, key=lambda run: float(run.saved.get("updated") or 0), reverse=True)

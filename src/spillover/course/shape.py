@@ -54,8 +54,8 @@ def check(run: CourseRun) -> list[Outcome]:
 def judge(run: CourseRun, expectation: Expectation) -> Outcome:
     engines = _engines(run, expectation)
     if len(engines) > 1:
-        told = "; ".join(f"{', '.join(sorted(arms))} by {engine}" for engine, arms in sorted(engines.items()))
-        return Outcome(expectation, UNDECIDED, f"two engines are compared: {told}")
+        measured = "; ".join(f"{', '.join(sorted(arms))} by {engine}" for engine, arms in sorted(engines.items()))
+        return Outcome(expectation, UNDECIDED, f"two engines are compared: {measured}")
     sides = [series(run, value) for value in (expectation.left, expectation.right) if value is not None]
     for side in sides:
         why = next((each.why for each in side if each.why), "")
@@ -92,9 +92,9 @@ def _paired(expectation: Expectation, left: Series, right: Series | None) -> Out
     if found.low is None or found.high is None:
         return Outcome(expectation, UNDECIDED, f"{_number(found.value)} over {found.count} "
                        f"run{'s' * (found.count != 1)}, and at least {least} are needed", found.value, open=True)
-    told = (f"{_number(found.value)} ({_number(found.low)} to {_number(found.high)}, 95% interval over {found.count} "
-            "runs)")
-    return _decided(expectation, found.value, found.low, found.high, told)
+    measured = (f"{_number(found.value)} ({_number(found.low)} to {_number(found.high)}, "
+                f"95% interval over {found.count} runs)")
+    return _decided(expectation, found.value, found.low, found.high, measured)
 
 
 def _with_zeros(expectation: Expectation, left: Series, right: Series | None) -> Outcome:
@@ -105,23 +105,23 @@ def _with_zeros(expectation: Expectation, left: Series, right: Series | None) ->
     theirs = (1.0,) * len(left.values) if right is None else right.values
     enough = [mine > 0 and mine >= least * base for mine, base in zip(left.values, theirs, strict=True)]
     sums = f"{_number(sum(left.values))} against {_number(sum(theirs))} in all"
-    told = f"{sum(enough)} of {len(enough)} runs reach it, {sums}; at least {_number(least)} times as much asked"
+    measured = f"{sum(enough)} of {len(enough)} runs reach it, {sums}; at least {_number(least)} times as much asked"
     if any(enough) and not all(enough):
-        return Outcome(expectation, UNDECIDED, told)
+        return Outcome(expectation, UNDECIDED, measured)
     if len(enough) < AGREE:
-        return Outcome(expectation, UNDECIDED, f"{told}, in at least {AGREE} runs", open=True)
-    return Outcome(expectation, HOLDS if enough[0] else FAILS, told)
+        return Outcome(expectation, UNDECIDED, f"{measured}, in at least {AGREE} runs", open=True)
+    return Outcome(expectation, HOLDS if enough[0] else FAILS, measured)
 
 
 def _apart(expectation: Expectation, left: Sequence[float], right: Sequence[float]) -> Outcome:
     low, high = min(left) / max(right), max(left) / min(right)
     ratio = _middle(left) / _middle(right)
-    told = f"{_number(ratio)}, measured once" if low == high else (
+    measured = f"{_number(ratio)}, measured once" if low == high else (
         f"{_number(ratio)} ({_number(low)} to {_number(high)} over all pairs of {len(left)} and {len(right)} values)")
-    return replace(_decided(expectation, ratio, low, high, told), open=False)
+    return replace(_decided(expectation, ratio, low, high, measured), open=False)
 
 
-def _decided(expectation: Expectation, ratio: float, low: float, high: float, told: str) -> Outcome:
+def _decided(expectation: Expectation, ratio: float, low: float, high: float, measured: str) -> Outcome:
     if expectation.at_least is not None:
         asked = f"at least {_number(expectation.at_least)} asked"
         outcome = HOLDS if low >= expectation.at_least else FAILS if high < expectation.at_least else UNDECIDED
@@ -129,7 +129,7 @@ def _decided(expectation: Expectation, ratio: float, low: float, high: float, to
         room = 1 + (expectation.within or 0.0)
         asked = f"{_number(1 / room)} to {_number(room)} asked"
         outcome = HOLDS if 1 / room <= low and high <= room else FAILS if high < 1 / room or low > room else UNDECIDED
-    return Outcome(expectation, outcome, f"{told}; {asked}", ratio, low, high, open=outcome == UNDECIDED)
+    return Outcome(expectation, outcome, f"{measured}; {asked}", ratio, low, high, open=outcome == UNDECIDED)
 
 
 def _told(sides: Sequence[Sequence[Series]], why: str) -> str:

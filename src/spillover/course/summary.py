@@ -19,16 +19,16 @@ def summary(results: Path, weeks: Sequence[Week], note: str = "") -> dict[str, A
     """Return a summary of every run of every week, in the weeks' order, with spillover's runs first."""
     runs = [run for week in weeks for run in reversed(runs_of(results, week))]
     runs.sort(key=lambda run: (run.week.number, run.scale, run.engine != "spillover", run.engine))
-    told = [_run(run) for run in runs]
-    checks = [each["outcome"] for run in told for each in run["checks"]]
-    return {"note": note, "minutes": sum(run["minutes"] for run in told),
-            "checks": {word: checks.count(word) for word in (HOLDS, FAILS, UNDECIDED)}, "runs": told}
+    entries = [_run(run) for run in runs]
+    checks = [each["outcome"] for run in entries for each in run["checks"]]
+    return {"note": note, "minutes": sum(run["minutes"] for run in entries),
+            "checks": {word: checks.count(word) for word in (HOLDS, FAILS, UNDECIDED)}, "runs": entries}
 
 
-def table(told: Mapping[str, Any]) -> str:
+def table(report: Mapping[str, Any]) -> str:
     """Return a summary's checks as a Markdown table."""
     lines = [HEAD]
-    for run in told["runs"]:
+    for run in report["runs"]:
         for index, each in enumerate(run["checks"]):
             first = (f"{run['week']}: {run['title']}", run["engine"], f"{run['minutes']:.1f}")
             cells = (*(first if not index else ("",) * 3), each["says"], each["outcome"], each["text"])
@@ -45,8 +45,8 @@ def _run(run: CourseRun) -> dict[str, Any]:
         "from": {key: sessions[0][key] for key in FROM if key in sessions[0]} if sessions else None,
         "blocks": {name: analysis["blocks"] for name, (_, analysis) in run.opened.items()},
         "stopped": {name: analysis["stopped"]["reason"] for name, (_, analysis) in run.opened.items()},
-        "versions": {arm["name"]: told.get("version") for results, _ in opened for arm in results.experiment["arms"]
-                     if (told := results.arms.get(arm["name"]) or {}).get("version")},
+        "versions": {arm["name"]: arm_json.get("version") for results, _ in opened for arm in results.experiment["arms"]
+                     if (arm_json := results.arms.get(arm["name"]) or {}).get("version")},
         "checks": [{"says": each.expectation.says, "outcome": each.outcome, "text": each.text, "ratio": each.ratio,
                     "low": each.low, "high": each.high} for each in check(run)],
         "metrics": [{"name": filled.row.name, "unit": filled.row.unit, "notes": list(filled.notes), "values": [

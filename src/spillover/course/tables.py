@@ -27,8 +27,8 @@ def filled(run: CourseRun, row: Row) -> Filled:
     """Fill a row with the numbers of a run."""
     steps = _steps(run)
     parts = [series(run, value) for value in row.values if value.of in steps]
-    told = [part for part in parts if any(each.values for each in part)]
-    found = [each for part in told or parts for each in part]  # a missing value is left out if another replaces it
+    with_values = [part for part in parts if any(each.values for each in part)]
+    found = [each for part in with_values or parts for each in part]  # without values that others replace
     known = [each for each in found if each.values]
     columns = tuple(dict.fromkeys(each.column for each in known))
     names = dict.fromkeys(each.row for each in known)

@@ -10,7 +10,7 @@ from typing import Any
 
 from spillover.course.runs import CourseRun
 from spillover.course.week import Value
-from spillover.lab.analysis import spoilt
+from spillover.lab.analysis import disturbed
 from spillover.lab.store import Results
 
 MOST = 0.5  # minimum share of runs that must remain without those disturbed by other load on the machine
@@ -60,7 +60,7 @@ def _of_experiment(run: CourseRun, value: Value) -> Iterator[Series]:
 def _of_cell(results: Results, cell: Mapping[str, Any], arm: str, workload: Mapping[str, Any], value: Value) -> Series:
     visits = [visit for visit in results.visits
               if visit["arm"] == arm and visit["workload"] == workload["name"] and visit["status"] == "ok"]
-    sound = [visit for visit in visits if not spoilt(visit)]  # the lab also leaves the others out of its comparisons
+    sound = [visit for visit in visits if not disturbed(visit)]  # the lab also leaves the others out of its comparisons
     read = _monitored if value.kind == "monitor" else _metric
     found = [(read(results, visit, value), int(visit["pass"])) for visit in sound or visits]
     known = [(number * value.factor, pass_) for number, pass_ in found if number is not None]
@@ -98,16 +98,16 @@ def _monitored(results: Results, visit: Mapping[str, Any], value: Value) -> floa
 def _once(results: Results, arm: Mapping[str, Any], value: Value) -> Series:
     """Return a value that an arm reports once: a fact of its start, or its accuracy."""
     name = str(arm["name"])
-    told = results.arms.get(name) or {}
+    arm_json = results.arms.get(name) or {}
     if value.kind == "score":
         asked = results.evals.get(name) or {}
         number = (asked.get("scores") or {}).get(value.names[0])
-        why = asked.get("reason") or told.get("reason") or f"{name} has no {value.names[0]}"
+        why = asked.get("reason") or arm_json.get("reason") or f"{name} has no {value.names[0]}"
     else:
-        number = told.get(value.names[0])
-        if value.names[0] == "pool_blocks" and told.get("device_pool_tokens"):
-            number = told["device_pool_tokens"] / int(arm["spec"]["args"].get("block-size", BLOCK_SIZE))
-        why = told.get("reason") or f"{name} does not tell {value.names[0]}"
+        number = arm_json.get(value.names[0])
+        if value.names[0] == "pool_blocks" and arm_json.get("device_pool_tokens"):
+            number = arm_json["device_pool_tokens"] / int(arm["spec"]["args"].get("block-size", BLOCK_SIZE))
+        why = arm_json.get("reason") or f"{name} does not tell {value.names[0]}"
     values = () if not isinstance(number, int | float) else (float(number) * value.factor,)
     return Series(_row(name, value), "", values, why="" if values else str(why))
 

@@ -171,7 +171,7 @@ class EngineConfig:
         return cls(**kept)
 
     def __post_init__(self) -> None:
-        self._settle()
+        self._normalize()
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value is not None and value not in choices:
@@ -225,7 +225,7 @@ class EngineConfig:
             flags["remote"] = RemoteAddress.parse(self.remote).shown
         return flags
 
-    def _settle(self) -> None:
+    def _normalize(self) -> None:
         """Replace alternative flags and values by those that the rest of the program reads."""
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)

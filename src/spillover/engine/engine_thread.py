@@ -93,7 +93,7 @@ class EngineThread:
     def run(self, work: Callable[[], Result]) -> Result:
         """Call `work` in the engine thread between two steps; return its result."""
         done: Future[Result] = Future()
-        self._put(partial(_settle, done, work))
+        self._put(partial(_resolve, done, work))
         return self._result(done)
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class EngineThread:
         why = CLOSED
         try:
             while not self._stopping:
-                self._take_in()
+                self._process_inbox()
                 if self._open or self._engine.has_copies_in_flight:
                     self._step()
         except BaseException as error:
@@ -174,14 +174,14 @@ class EngineThread:
                 self._closed = self._stopping = True
             self._fail_all(why)
             self._drain()
-            self._let_go()
+            self._resolve_leaving()
             if not self._ended.done():
                 self._ended.set_result(None)
 
-    def _take_in(self) -> None:
+    def _process_inbox(self) -> None:
         """Process what callers have put into the inbox; wait for it if there is nothing else to do."""
         if not self._engine.has_copies_in_flight or self._open:
-            self._let_go()
+            self._resolve_leaving()
         if not self._open and not self._engine.has_copies_in_flight:
             self._inbox.get()()
         self._drain()
@@ -218,9 +218,9 @@ class EngineThread:
     def _stop(self) -> None:
         self._stopping = True
         self._fail_all(CLOSED)
-        _settle(self._ended, self._engine.close)
+        _resolve(self._ended, self._engine.close)
 
-    def _let_go(self) -> None:
+    def _resolve_leaving(self) -> None:
         for done in self._leaving:
             done.set_result(None)
         self._leaving.clear()
@@ -274,7 +274,7 @@ class EngineThread:
             self._fail(call, message, cause)
 
 
-def _settle(done: Future[Result], work: Callable[[], Result]) -> None:
+def _resolve(done: Future[Result], work: Callable[[], Result]) -> None:
     """Call `work`, and resolve the future with its result or exception."""
     try:
         done.set_result(work())

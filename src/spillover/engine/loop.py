@@ -78,7 +78,7 @@ class ModelRunner(StepRunner, Protocol):
     def in_order(self, change: Callable[[], Changed]) -> Changed: ...  # runs `change` after all steps launched so far
 
 
-HAND_ON_SECONDS = 0.002  # seconds between two polls of copies while a prefill step runs
+URGENT_POLL_SECONDS = 0.002  # seconds between two polls of copies while a prefill step runs
 FLUSH_SECONDS = 10.0  # timeout in seconds, at close, for writing blocks to the tiers that outlive the process
 
 
@@ -180,7 +180,7 @@ class Engine:
         if ended is None:
             return []
         try:
-            self._hand_on(ended)
+            self._poll_urgent_spills(ended)
             result = ended.result()
         except Exception:
             self.failed = True
@@ -193,13 +193,13 @@ class Engine:
         self._ended_at = now
         return self.scheduler.finish(ended.step, result)
 
-    def _hand_on(self, running: LaunchedStep) -> None:
+    def _poll_urgent_spills(self, running: LaunchedStep) -> None:
         """Poll the copies of KV that other engines may wait for while a prefill step runs: one poll may not start all
         of them, as a step may complete more blocks than host memory has free slots for."""
         connector = self.scheduler.connector
-        while running.step.has_prefill and connector.hands_on and not running.done():
+        while running.step.has_prefill and connector.has_urgent_spills and not running.done():
             connector.poll()
-            connector.wait(HAND_ON_SECONDS)
+            connector.wait(URGENT_POLL_SECONDS)
 
     def _launch(self, step: Step) -> LaunchedStep:
         if self.failed:

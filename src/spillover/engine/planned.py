@@ -20,7 +20,7 @@ from spillover.engine.parallel.rank_plan import (
     rank_request,
     with_whole_blocks,
 )
-from spillover.engine.weights.head import PlannedHead, look_at_head
+from spillover.engine.weights.head import PlannedHead, inspect_head
 from spillover.engine.weights.substitutes import (
     Substitutes,
     choose_substitutes,
@@ -105,7 +105,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         scheme = choose_scheme(config.quantization, hf_config, path, arch.weight_specs(model_config))
         hf_config = quantized_config(hf_config, scheme)
         arch, model_config = read_architecture(hf_config, path)
-    head = look_at_head(config, model_config)
+    head = inspect_head(config, model_config)
     if head is not None:
         model_config = replace(model_config, head_layers=1)
     speculation = config.speculation
@@ -154,7 +154,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
     if given is not None:
         return PlannedModel(config, path, arch, model_config, specs, given, scheme, shard, cuts)
     local = shard.planned(model_config)
-    draft = look_at_draft(config, request, machine)
+    draft = inspect_draft(config, request, machine)
 
     def plan_model(asked: PlanRequest, found: Machine) -> Plan:
         return make_plan(asked, local, specs, found, rates, measure=functools.cache(quick_rates),
@@ -206,7 +206,7 @@ class _Draft:
     dtype: str
 
 
-def look_at_draft(config: EngineConfig, target: PlanRequest, machine: Machine) -> _Draft | None:
+def inspect_draft(config: EngineConfig, target: PlanRequest, machine: Machine) -> _Draft | None:
     """Read the draft model's configuration; None if there is no draft model."""
     speculation = config.speculation
     if speculation is None or speculation.method != "draft_model" or speculation.model is None:

@@ -46,7 +46,7 @@ class Scheduler:
         self._run_ids = itertools.count(1)
         self._by_run_id: dict[int, Request] = {}  # requests that the runner has or gets with the next step, by run id
         self._new: list[NewRequest] = []  # new requests to send to the runner with the next step
-        self._gone: list[int] = []  # ids to send to the runner as ended with the next step
+        self._ended_ids: list[int] = []  # ids to send to the runner as ended with the next step
         self._watermark_blocks = int(config.watermark * kv.num_total)
         self._steps = 0
         self._chunk = 2 * config.max_num_batched_tokens  # maximum tokens not committed yet: two steps' with overlap
@@ -88,9 +88,9 @@ class Scheduler:
             return Step(())
         if self.speculator.most_tokens:
             self._drafts.add(items, self._by_run_id, len(self.running))
-        step = Step(tuple(items), tuple(self._new), tuple(self._gone))
+        step = Step(tuple(items), tuple(self._new), tuple(self._ended_ids))
         self._new.clear()
-        self._gone.clear()
+        self._ended_ids.clear()
         self.speculator.launched(step)
         return step
 
@@ -99,7 +99,7 @@ class Scheduler:
         time for that; launching a prefill takes the host long, so copies other than loads may then be put off."""
         self.connector.poll(hurried=step.has_prefill)
         self.speculator.probe(self.running)
-        self._give_back()
+        self._return_borrowed()
 
     def observe_step(self, step: Step, seconds: float) -> None:
         """Update cost estimates with a step's duration."""
@@ -141,10 +141,10 @@ class Scheduler:
         self._steps += 1
         if self._steps % SHRINK_STEPS == 0:
             self.kv.shrink()
-        self._give_back()
+        self._return_borrowed()
         return changed
 
-    def _give_back(self) -> None:
+    def _return_borrowed(self) -> None:
         """Return borrowed blocks as soon as no request needs them."""
         while not self.running and not self.waiting and self.kv.shrink():
             pass
@@ -183,7 +183,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._leaving or self.connector.busy or self.connector.hands_on)
+        return bool(self.waiting or self.running or self._leaving or self.connector.busy
+                    or self.connector.has_urgent_spills)
 
     def slots(self) -> tuple[int, int]:
         """Return the token slots in running requests' blocks, and how many hold a token once launched steps end."""
@@ -445,7 +446,7 @@ class Scheduler:
         self._release(request)
         if request.run_id:
             del self._by_run_id[request.run_id]
-            self._gone.append(request.run_id)
+            self._ended_ids.append(request.run_id)
             request.run_id = 0
         if request.status is Status.PREEMPTED:
             request.status = Status.WAITING

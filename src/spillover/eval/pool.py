@@ -8,12 +8,12 @@ from typing import TypeVar
 
 from spillover.progress import counted
 
-Asked = TypeVar("Asked")
-Answered = TypeVar("Answered")
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
 
 
-def answers(ask: Callable[[Asked], Answered], questions: Sequence[Asked], concurrency: int, what: str,
-            done: int = 0) -> Iterator[tuple[Asked, Answered]]:
+def answers(ask: Callable[[Question], Answer], questions: Sequence[Question], concurrency: int, what: str,
+            done: int = 0) -> Iterator[tuple[Question, Answer]]:
     """Yield every question with its answer, in order of completion. A bar shows the progress; `done` were answered
     before. If closed early, it cancels pending questions and does not wait."""
     pool = ThreadPoolExecutor(concurrency, "spillover-eval")

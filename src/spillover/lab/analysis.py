@@ -16,7 +16,7 @@ from spillover.lab.validity import ArmSample, Fault, Gates, across
 from spillover.lab.verdict import DECIDED, Comparison, Rule, Verdict, decide
 
 RESAMPLES = 400  # bootstrap samples for intervals that are only displayed
-SPOILT = 0.2  # maximum share of an arm's runs that other load may disturb, retries included, before the arm is invalid
+MAX_DISTURBED = 0.2  # maximum share of an arm's runs that other load may disturb, retries included, until it is invalid
 
 
 def analysis_of(results: Results) -> Mapping[str, Any]:
@@ -146,7 +146,7 @@ def _cells(results: Results) -> dict[tuple[str, str], _Cell]:
 
 
 def _all_judged(results: Results, cells: Mapping[tuple[str, str], _Cell],
-                gates: Gates, rare: float = SPOILT) -> dict[tuple[str, str], list[tuple[Fault, list[str]]]]:
+                gates: Gates, rare: float = MAX_DISTURBED) -> dict[tuple[str, str], list[tuple[Fault, list[str]]]]:
     baseline = results.experiment["baseline"]
     return {key: _judged(results, cell, cells[key[0], baseline], gates, rare) for key, cell in cells.items()}
 
@@ -207,13 +207,13 @@ def _judged(results: Results, cell: _Cell, base: _Cell, gates: Gates,
 def _comparison(results: Results, cell: _Cell, base: _Cell,
                 judged: Mapping[tuple[str, str], Sequence[tuple[Fault, list[str]]]], metric: str) -> Comparison:
     pairs = [pair for block in _blocks(results, cell, base) for pair in block]
-    barred = next((why for side in (cell, base)
+    no_verdict_reason = next((why for side in (cell, base)
                    if (why := _barred(side, judged[side.workload["name"], side.arm], metric)) is not None), None)
     return Comparison(
         workload=cell.workload["name"], arm=cell.arm, baseline=base.arm, metric=metric,
         primary=metric == results.experiment["primary"], values=tuple(cell.value(mine, metric) for mine, _ in pairs),
         base=tuple(base.value(theirs, metric) for _, theirs in pairs), block=ORDERS[results.experiment["order"]],
-        barred=barred)
+        no_verdict_reason=no_verdict_reason)
 
 
 def _barred(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]], metric: str) -> str | None:
@@ -228,7 +228,7 @@ def _blocks(results: Results, cell: _Cell, base: _Cell) -> list[list[tuple[Mappi
     """Return the pairs of runs of the same pass, block by block, for complete blocks without runs that other load on
     the machine has disturbed."""
     size = ORDERS[results.experiment["order"]]
-    mine, theirs = ({visit["pass"]: visit for visit in side.good if not spoilt(visit)} for side in (cell, base))
+    mine, theirs = ({visit["pass"]: visit for visit in side.good if not disturbed(visit)} for side in (cell, base))
     blocks = []
     for first in range(0, _passes(results), size):
         passes = range(first, first + size)
@@ -237,7 +237,7 @@ def _blocks(results: Results, cell: _Cell, base: _Cell) -> list[list[tuple[Mappi
     return blocks
 
 
-def spoilt(visit: Mapping[str, Any]) -> bool:
+def disturbed(visit: Mapping[str, Any]) -> bool:
     """Return whether other load on the machine disturbed a run, so that it is left out of comparisons."""
     return any(fault["fatal"] and fault["transient"] for fault in visit["faults"])
 

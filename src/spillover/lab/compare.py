@@ -39,7 +39,7 @@ class Sample:
     values: tuple[float, ...]
     lower: bool
     primary: bool = True
-    barred: str | None = None  # why there can be no verdict
+    no_verdict_reason: str | None = None  # why there can be no verdict
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def as_file(results: Results) -> dict[str, Any]:
 
 
 def _change(name: str, before: Sample, after: Sample, rule: Rule, family: int) -> Change:
-    why = before.barred or after.barred
+    why = before.no_verdict_reason or after.no_verdict_reason
     if why is None and not all(0 < value < math.inf for value in (*before.values, *after.values)):
         why = "a value is 0 or missing, which no ratio describes"
     if why is None and min(len(before.values), len(after.values)) < 2:
@@ -158,13 +158,13 @@ def _of_analysis(path: Path, analysis: Mapping[str, Any], origin: Mapping[str, A
     found = {}
     for cell in analysis["cells"]:
         faults = "; ".join(fault["reason"] for fault in cell["faults"])
-        barred = None if cell["valid"] else f"not valid in {path}: {faults or cell['reason'] or cell['status']}"
+        problem = None if cell["valid"] else f"not valid in {path}: {faults or cell['reason'] or cell['status']}"
         for metric in metrics:
             values = tuple(float(value) for value in (cell["metrics"].get(metric) or {}).get("values") or ()
                            if value is not None)
             if values:
                 found[f"{cell['workload']}, {cell['arm']}: {metric}"] = Sample(
-                    values, better(metric) == "lower", metric == metrics[0], barred)
+                    values, better(metric) == "lower", metric == metrics[0], problem)
     return Result(path, found, origin.get("commit"), origin.get("date"), _machine(origin), experiment)
 
 

@@ -115,7 +115,7 @@ class _Visited:
     pool: int | None  # tokens of KV that the device holds; None if unknown
     monitors: Path  # where monitors write, if any
     faults: tuple[Fault, ...] = ()
-    spoilt: tuple[Fault, ...] = ()  # faults of earlier attempts
+    disturbed: tuple[Fault, ...] = ()  # faults of earlier attempts
 
 
 class _LateError(Exception):
@@ -307,14 +307,14 @@ class _Runner:
     def _measure(self, visit: Visit, engine: Engine) -> _Visited:
         """Measure a visit, repeating it while other load on the machine disturbs it, and record the faults of that."""
         visited = self._once(visit, engine, 0)
-        spoilt: tuple[Fault, ...] = ()
+        disturbed: tuple[Fault, ...] = ()
         for attempt in range(1, 1 + self._experiment.retries):
             again = tuple(fault for fault in visited.faults if fault.fatal and fault.transient)
             if not again or not _lives(engine):
                 break
-            spoilt += again
+            disturbed += again
             visited = self._once(visit, engine, attempt)
-        return replace(visited, spoilt=spoilt)
+        return replace(visited, disturbed=disturbed)
 
     def _once(self, visit: Visit, engine: Engine, attempt: int) -> _Visited:
         # Each attempt has prompts that no earlier run had.
@@ -348,7 +348,8 @@ class _Runner:
             "sources": _sources(measured), "counters": dict(measured.run.counters),
             "faults": [fault.to_json() for fault in visited.faults],
             "client": measured.run.client.to_json(), "workload_stats": dict(measured.stats), "repeat": visited.repeat,
-            "limit": reached(measured.run, limits).to_json(), "spoilt": [fault.to_json() for fault in visited.spoilt],
+            "limit": reached(measured.run, limits).to_json(),
+            "spoilt": [fault.to_json() for fault in visited.disturbed],
             "version": running.version, "command": list(running.command), "warmups": visited.warmups,
             "cache_reset": visited.forgot.how, "device_pool_tokens": visited.pool,
             "start_unix": measured.run.start_unix, "duration": measured.run.duration,

@@ -209,12 +209,19 @@ def _plain(value: Any) -> Any:
 
 
 def difference(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:
-    """Describe the first difference of two experiments; None if they are the same."""
+    """Describe the first difference of two experiments; None if they are the same but for descriptions."""
     for key in {**asked, **there}:
-        if key not in INCIDENTAL and there.get(key) != asked.get(key):
+        if key not in INCIDENTAL and _without_about(there.get(key)) != _without_about(asked.get(key)):
             old, new = (json.dumps(side.get(key)) for side in (there, asked))
             return f"its '{key}' was {_short(old)} and is now {_short(new)}"
     return None
+
+
+def _without_about(value: Any) -> Any:
+    """Return a copy without the descriptions of arms and workloads, which may be reworded."""
+    if isinstance(value, Mapping):
+        return {key: _without_about(each) for key, each in value.items() if key != "about"}
+    return [_without_about(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _short(text: str) -> str:

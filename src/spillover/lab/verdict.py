@@ -50,7 +50,7 @@ class Comparison:
     values: tuple[float, ...] = ()
     base: tuple[float, ...] = ()
     block: int = 1
-    barred: str | None = None  # why there can be no verdict, regardless of the values
+    no_verdict_reason: str | None = None  # why there can be no verdict, regardless of the values
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class Verdict:
     @property
     def early(self) -> bool:
         """Return whether the only reason for no verdict is too few blocks."""
-        return self.verdict == NO_VERDICT and self.comparison.barred is None and not _unsound(self.comparison)
+        known = self.comparison.no_verdict_reason is not None
+        return self.verdict == NO_VERDICT and not known and not _unsound(self.comparison)
 
     @property
     def times(self) -> float | None:
@@ -152,14 +153,14 @@ def decide(comparisons: Sequence[Comparison], rule: Rule) -> list[Verdict]:
     verdicts: dict[int, Verdict] = {}
     for primary in (True, False):
         family = {index: each for index, each in enumerate(comparisons) if each.primary == primary}
-        judged = sum(each.barred is None for each in family.values())
+        judged = sum(each.no_verdict_reason is None for each in family.values())
         verdicts.update({index: _decide(each, rule, judged) for index, each in family.items()})
     return [verdicts[index] for index in range(len(comparisons))]
 
 
 def _decide(comparison: Comparison, rule: Rule, family: int) -> Verdict:
     """Decide one comparison. `family`: number of comparisons judged together. A ratio is always given."""
-    why = comparison.barred
+    why = comparison.no_verdict_reason
     if not comparison.values:
         return Verdict(comparison, NO_VERDICT, why or "no block in which both were measured")
     if _unsound(comparison):

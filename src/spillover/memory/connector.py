@@ -87,7 +87,7 @@ class KVConnector(Protocol):
         """Return whether copies are in progress that further calls of poll() would advance."""
 
     @property
-    def hands_on(self) -> bool:
+    def has_urgent_spills(self) -> bool:
         """Return whether blocks that spill eagerly, as other engines may wait for them, are not all copied yet."""
 
     # Stored blocks
@@ -96,7 +96,7 @@ class KVConnector(Protocol):
     def tiers(self) -> Sequence[Tier]:
         """Return the tiers below host memory, whose contents may change without action of the engine."""
 
-    def tell(self, events: BlockEvents) -> None:
+    def publish_to(self, events: BlockEvents) -> None:
         """Report every block that the tiers hold now to `events`, and every later change."""
 
     def reports(self) -> list[TierReport]: ...
@@ -115,7 +115,7 @@ class NullConnector:
     """The connector of an engine without lower tiers: it finds, loads and stores nothing."""
 
     busy = False
-    hands_on = False
+    has_urgent_spills = False
     tiers = ()
 
     def lookup(self, seq: str, tokens: Sequence[int], salt: str | None, coming: bool = False) -> bool:
@@ -136,7 +136,7 @@ class NullConnector:
     def host_blocks(self, seq: str) -> tuple[int, ...]:
         return ()
 
-    def tell(self, events: BlockEvents) -> None:
+    def publish_to(self, events: BlockEvents) -> None:
         """Report nothing: no tier holds blocks."""
 
     def reports(self) -> list[TierReport]:

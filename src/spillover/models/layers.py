@@ -19,7 +19,7 @@ from spillover.kernels.formats.choice import Dequantized
 from spillover.kernels.formats.dense import DENSE, EMBEDDING
 from spillover.kernels.layer_kernels import kernels_on
 from spillover.kernels.linear import embedding, linear
-from spillover.kernels.moe.moe import OwnExperts
+from spillover.kernels.moe.moe import LocalExperts
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
@@ -76,7 +76,7 @@ class Decoder:
         self.vocabulary, self._vocabulary_width = (shard.vocabulary(config.vocab_size),
                                                    shard.vocabulary_width(config.vocab_size))
         own = shard.experts(config.num_experts)
-        self.own_experts = None if own is None else OwnExperts(own.start, own.stop,
+        self.own_experts = None if own is None else LocalExperts(own.start, own.stop,
                                                                ranks.expert_rows if ranks.rank == 0 else None)
         config = shard.decoder(config)
         self.config = config

@@ -13,7 +13,7 @@ from spillover.programs.lifetime import Lifetime
 
 
 @dataclass
-class Asked:
+class RecordedRequest:
     """One request: its prompt, how many of its tokens may come from a cache, and the generated tokens."""
 
     ids: list[int]
@@ -31,7 +31,7 @@ class RecordingBackend:
         self.inner = inner
         self.name = inner.name
         self.gate = inner.gate
-        self.asked: list[Asked] = []  # in the order in which they began
+        self.asked: list[RecordedRequest] = []  # in the order in which they began
         self.open = 0  # number of unfinished requests
         self.counts = TokenCounts()
         self._lock = threading.Lock()
@@ -72,8 +72,8 @@ class RecordingBackend:
     def close(self) -> None:
         self.inner.close()
 
-    def _begin(self, ids: list[int], usable: int) -> Asked:
-        note = Asked(list(ids), usable, [])
+    def _begin(self, ids: list[int], usable: int) -> RecordedRequest:
+        note = RecordedRequest(list(ids), usable, [])
         with self._lock:
             self.asked.append(note)
             self.open += 1
@@ -88,7 +88,7 @@ class RecordingBackend:
             self.open -= count
 
 
-def findable(asked: Sequence[Asked], block_size: int, settled: bool = False) -> int:
+def findable(asked: Sequence[RecordedRequest], block_size: int, settled: bool = False) -> int:
     """Return the prompt tokens that these requests, run one after another, would find in an unlimited cache. `settled`:
     count generated tokens only if their request had finished by then."""
     known: set[tuple[int, ...]] = set()

@@ -33,7 +33,7 @@ class Teacher:
             if not isinstance(runner, CudaRunner):
                 raise SpilloverError("a head is trained beside a model that has weights")
         self._reader = _Reader(runner.model, tuple(layers), runner.kv.pool.device)
-        runner.reads = self._reader
+        runner.feature_reader = self._reader
 
     def features(self, tokens: Sequence[int]) -> Tensor:
         """Return hidden states [tokens, layers * hidden] in float32."""

@@ -1,4 +1,4 @@
-"""Times of sending: the rate asked for, the burstiness asked for, and a trace's own times."""
+"""Send times: the requested rate, the requested burstiness, and the times of a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sharing that is simulated is that of a cache which never forgets, token by token."""
+"""The simulated sharing is that of a cache that never evicts, token by token."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ PARTS = st.lists(st.builds(Part, st.integers(0, 3), st.integers(1, 9)), min_size
 
 
 def spelled(parts: list[Part]) -> list[object]:
-    """Each token is its part's key and its place there."""
+    """Return each token as its part's key and its position there."""
     return [(part.key, place) for part in parts for place in range(part.length)]
 
 
 @settings(max_examples=300, deadline=None)
 @given(prompts=st.lists(PARTS, min_size=1, max_size=8), answer=st.integers(1, 6), block=st.sampled_from([1, 3, 4]))
 def test_it_equals_a_cache_of_tokens(prompts: list[list[Part]], answer: int, block: int) -> None:
-    known: set[tuple[object, ...]] = set()  # every beginning that was ever computed
+    known: set[tuple[object, ...]] = set()  # every prefix ever computed
     shared = 0
     for index, prompt in enumerate(prompts):
         tokens = spelled(prompt)
-        whole_blocks = range(block, len(tokens), block)  # at least one token is left to compute
+        whole_blocks = range(block, len(tokens), block)  # at least one token must be computed
         shared += max((size for size in whole_blocks if tuple(tokens[:size]) in known), default=0)
         kept = [*tokens, *((f"answer {index}", place) for place in range(answer - 1))]
         known |= {tuple(kept[:size]) for size in range(1, len(kept) + 1)}

@@ -1,4 +1,4 @@
-"""What the simulation says could be shared is what a real engine's prefix cache serves, to the token."""
+"""The simulated sharing equals what a real engine's prefix cache provides, to the token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKLOADS = {
     "generated-shared-prefix": synthetic.generated_shared_prefix_shapes(3, 3, 40, 20, 4, 0.5, seed=1),
     "prefix-repetition": synthetic.prefix_repetition_shapes(8, 33, 15, 2, 3, seed=1),
     "multi-turn": synthetic.multi_turn_shapes(3, 3, 18, 20, 12, 9, 0.5, seed=1),
-    "multi-turn, whole blocks": synthetic.multi_turn_shapes(2, 4, 16, 16, 8, 8, seed=1),  # the last token counts here
+    "multi-turn, whole blocks": synthetic.multi_turn_shapes(2, 4, 16, 16, 8, 8, seed=1),  # here the last token matters
 }
 
 

@@ -1,4 +1,4 @@
-"""Traces are played as they were recorded: times, lengths, and for Mooncake what prompts have in common."""
+"""Traces are replayed as recorded: times, lengths, and for Mooncake the prefixes that prompts share."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_real_mooncake_trace(shared_data: Path) -> None:
     path = shared_data / "traces" / "mooncake_conversation_trace.jsonl"
     shapes, _ = trace_shapes(read_mooncake(str(path)), Replay())
     stats = SyntheticWorkload("mooncake", shapes).stats()
-    # What its authors publish: 12,031 requests, 12,035 tokens in and 343 out on average, about 40% reusable.
+    # As published by its authors: 12,031 requests, on average 12,035 input and 343 output tokens, about 40% reusable.
     assert (stats.count, round(stats.prompt.mean), round(stats.output.mean)) == (12_031, 12_035, 343)
     assert 0.36 < stats.sharing < 0.41
     assert stats.duration == pytest.approx(3537, abs=5)

@@ -1,4 +1,4 @@
-"""Options are read alike from YAML and the command line; none is ignored."""
+"""Options have the same meaning in YAML and on the command line; none is ignored."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ VOCABULARY = Vocabulary(500, frozenset({0, 1, 2, 499}))
 
 
 class Words:
-    """A tokenizer: one id a word."""
+    """A tokenizer with one id per word."""
 
     vocabulary = VOCABULARY
 
@@ -99,7 +99,7 @@ def test_sharegpt_is_filtered_as_vllm_filters_it(tmp_path: Path) -> None:
     workload = sharegpt(str(file), Words(), 10)
     lengths = {(len(request.prompt_token_ids), request.output_len) for request in offline(workload, 0)}
     assert lengths == {(10, 20), (1000, 1048)}
-    # A fixed output length replaces the answer's, short as it may be.
+    # A fixed output length replaces the answer's, even if that is short.
     fixed = offline(sharegpt(str(file), Words(), 10, output_len=2), 0)
     assert {request.output_len for request in fixed} == {2}
     assert len(fixed) == 4

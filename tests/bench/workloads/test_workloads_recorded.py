@@ -1,4 +1,4 @@
-"""Conversations and prompts of files come as they are; a repeat of them finds nothing in a prefix cache."""
+"""Conversations and prompts from files are sent unchanged; a repeat of them has no prefix cache hits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_repeats_are_cold(workload: RecordedWorkload) -> None:
 def test_sharegpt_takes_the_first_question_and_answer_of_what_passes(tmp_path: Path) -> None:
     path = write_talks(tmp_path, [[10, 20], [2, 20], [10, 2], [1025, 9], [900, 1140], [10], [30, 40, 5, 6], [12, 7]])
     workload = sharegpt(path, WordTokenizer(), 10, seed=5)
-    # Both texts of a pair begin with a token of the model's own.
+    # Both texts of a pair begin with a special token of the model.
     assert {(len(r.prompt), r.output_len) for r in workload.requests(0)} == {(11, 21), (901, 1141), (31, 41), (13, 8)}
     assert workload.notes == ("10 were asked for; the file has 4 that pass the length filter",)
     assert not workload.stats().estimated
@@ -130,7 +130,7 @@ def test_a_file_goes_to_a_chat_endpoint_in_its_own_words(tmp_path: Path) -> None
     served = ServedModel("m", tokenizer=WordTokenizer())
     lines = custom(write_lines(tmp_path, {"prompt": "a  b c"}, {"prompt": [7, 8, 9]}), served.tokenizer, shuffle=False)
     spoken = as_text(lines, served).requests(0)
-    assert spoken[0].prompt == "a  b c"  # not the template's text, which the endpoint would put there again
+    assert spoken[0].prompt == "a  b c"  # without the template's text, which the endpoint would add again
     assert spoken[0].prompt_len == lines.requests(0)[0].prompt_len == 5
     assert as_text(lines, served).requests(1)[0].prompt == "(1) a  b c"
     assert as_text(lines, served).stats().prompt == lines.stats().prompt
@@ -156,7 +156,7 @@ def test_the_real_conversations(shared_data: Path) -> None:
     stats = workload.stats()
     assert stats.count == 200
     assert 60 < stats.sessions < 200
-    assert stats.sharing > 0.2  # later turns find the ones before
+    assert stats.sharing > 0.2  # later turns share the prefix of earlier ones
     assert sharegpt(path, WordTokenizer(), 200).stats().sharing < 0.1
 
 

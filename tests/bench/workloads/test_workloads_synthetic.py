@@ -1,4 +1,4 @@
-"""Workloads for a server have the promised lengths, counts and sharing, and other tokens in every repeat."""
+"""Workloads for a server have the promised lengths, counts and sharing, and different tokens in every repeat."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_repeats_keep_lengths_and_change_every_prompt(name: str) -> None:
     for other in (second, warmup):
         assert [(r.prompt_len, r.output_len, r.session, r.turn, r.think) for r in first] == [
             (r.prompt_len, r.output_len, r.session, r.turn, r.think) for r in other]
-        # No first block of one is a first block of the other: nothing is found in a prefix cache.
+        # No first block of one repeat is a first block of another: there are no prefix cache hits.
         assert not {ids(r)[:4] for r in first} & {ids(r)[:4] for r in other}
 
 
@@ -59,7 +59,7 @@ def test_the_statistics_are_those_of_the_tokens(name: str) -> None:
         answer = tuple(-(100 * index + place + 1) for place in range(request.output_len))
         said[request.session] = prompt + answer
         prompts.append((prompt, answer))
-    # One-token parts: a cache of single tokens, rounded to blocks only when it is asked.
+    # Parts of one token: a cache of single tokens, rounded to blocks only at lookup.
     result = simulate((token_parts((*prompt, *answer[:-1]), 1), Part(("none", index), 1))
                       for index, (prompt, answer) in enumerate(prompts))
     stats = workload.stats()
@@ -73,7 +73,7 @@ def test_the_statistics_are_those_of_the_tokens(name: str) -> None:
 
 
 def test_no_two_workloads_or_parts_begin_alike() -> None:
-    """A server that has seen one of them finds nothing of another."""
+    """No two workloads or parts share a prefix: a server that has seen one has no cache hits for another."""
     workloads = [SyntheticWorkload(name, shapes, VOCABULARY, seed=3) for name, shapes in ALL.items()]
     workloads += [SyntheticWorkload("random", synthetic.random_shapes(20, size, 9, seed=3), VOCABULARY, seed=3)
                   for size in (50, 60)]
@@ -135,7 +135,7 @@ def test_a_session_is_told_turn_by_turn_and_holds_what_was_said() -> None:
     assert all(shape.think > 0 for shape in shapes[3:])
     stats = SyntheticWorkload("multi-turn", shapes).stats()
     assert stats.prompt.max == 112 + 3 * (8 + 16)
-    # Each later turn finds all before it but the last token of the answer, in whole blocks.
+    # Each later turn finds everything before it except the last token of the answer, in whole blocks.
     assert stats.shared_tokens == 2 * 32 + 3 * sum((112 + 24 * turn + 7) // 16 * 16 for turn in range(3))
 
 

@@ -1,4 +1,4 @@
-"""KV events: whoever follows them knows what every tier holds, whatever is lost on the way; and nobody waits for it."""
+"""KV events: a subscriber knows the contents of every tier, even after losses; and the engine never waits for one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from support.tiered_world import SIZE, World, prompt
 
 
 class Followed:
-    """A simulated engine and a mirror of it, without sockets: records go through the journal to the mirror."""
+    """A simulated engine and its mirror, without sockets: records go through the journal to the mirror."""
 
     def __init__(self, **options: Any) -> None:
         self.world = World(**options)
         self.log = KVEventLog(self.world.kv.tree)
-        self.world.connector.tell(self.log)
+        self.world.connector.publish_to(self.log)
         self.world.kv.tree.listeners.append(self.log)
         self.journal = Journal(SIZE, self.world.kv.windows, 50)
         self.mirror = Mirror()
@@ -63,10 +63,10 @@ class Followed:
 @given(seed=st.integers(0, 1 << 30))
 def test_a_mirror_holds_what_the_tiers_hold(tmp_path_factory: pytest.TempPathFactory, place: str,
                                             windows: tuple[int | None, ...], seed: int) -> None:
-    """After every step, also in the middle of copies, aborts and resets, and after a restart."""
+    """The mirror is exact after every step, also during copies, aborts and resets, and after a restart."""
     rng = random.Random(seed)
     folder = tmp_path_factory.mktemp("disk")
-    for _ in range(2):  # the second time on what the first left on its disks
+    for _ in range(2):  # the second time with the blocks that the first left on its disks
         followed = Followed(num_blocks=40 if len(windows) > 1 else 24, windows=windows, **options_of(place, folder))
         world = followed.world
         followed.check()
@@ -93,7 +93,7 @@ def test_every_tier_is_told_of(tmp_path: Path) -> None:
         followed.world.ask(prompt(seed, 60))
     followed.check()
     assert {medium for medium, _, _ in followed.mirror.held} == {"GPU", "CPU", "STORAGE"}
-    # A block keeps its name and its tokens on its way down.
+    # A block keeps its hash and its tokens when it moves to a lower tier.
     named = set(followed.mirror.tokens)
     assert {each for medium, _, each in followed.mirror.held if medium != "STORAGE"} <= named
     followed.world.close()
@@ -120,7 +120,7 @@ def test_salts_are_never_told_and_keep_tenants_apart() -> None:
     for salt in salts:
         followed.world.ask(asked, salt=salt)
     for seed in range(10, 14):
-        followed.world.ask(prompt(seed, 60), salt="tenant-a-secret")  # some go to host memory
+        followed.world.ask(prompt(seed, 60), salt="tenant-a-secret")  # some blocks go to host memory
     followed.check()
     sent = b"".join(batch for _, batch in (*followed.batches, *followed.journal.snapshot()))
     assert b"secret" not in sent
@@ -128,7 +128,7 @@ def test_salts_are_never_told_and_keep_tenants_apart() -> None:
     hashes = [{block_hash(key[:-1]) for key in prefix_keys(asked, SIZE, root_digest(b"", salt))} for salt in salts]
     assert not hashes[0] & hashes[1]
     assert not hashes[1] & hashes[2]
-    # A router that is told a request's salt knows which of the first blocks are for it; the others' mean nothing to it.
+    # A router that knows a request's salt recognises the first blocks for that salt; those of other salts stay opaque.
     firsts: dict[int, object] = {}
     for _, batch in followed.batches:
         for event in msgspec.msgpack.decode(batch, type=KVEventBatch).events:
@@ -152,10 +152,10 @@ def test_layer_groups_are_told_apart() -> None:
     followed.world.close()
 
 
-# On the wire
+# Wire format
 
 def test_a_batch_is_what_vllm_sends() -> None:
-    """Every field has its name, and a subscriber that knows fewer finds those."""
+    """Every field has vLLM's name, and a subscriber that knows fewer fields finds those it knows."""
     followed = Followed()
     followed.world.ask(prompt(1, 9))
     followed.publish()
@@ -186,7 +186,7 @@ def test_a_replay_has_what_is_kept_from_where_it_was_asked_for(kept: int, batche
     first = journal.sequence + 1
     sent = [journal.append([]) for _ in range(batches)]
     replies = list(journal.replay(first + ask))
-    assert journal.sequence < 1 << 53  # which JSON keeps exactly
+    assert journal.sequence < 1 << 53  # JSON represents such numbers exactly
     assert replies == [each for place, each in enumerate(sent) if place >= max(ask, batches - kept)]
 
 def test_without_listeners_nothing_is_digested() -> None:
@@ -211,7 +211,7 @@ def test_the_flag_is_vllms() -> None:
                 '{"enable_kv_cache_events": true, "publisher": "null"}'):
         assert EngineConfig(kv_events_config=off).kv_events is None
     assert EngineConfig(kv_events_config='{"enable_kv_cache_events": true}').kv_events == KVEventsConfig()
-    assert KVEventsConfig().endpoint == "tcp://127.0.0.1:5557"  # this machine's alone, unless told
+    assert KVEventsConfig().endpoint == "tcp://127.0.0.1:5557"  # only this machine, unless configured
     assert KVEventsConfig().replay_endpoint is None
 
 
@@ -246,4 +246,4 @@ def test_an_address_that_is_taken_is_one_sentence() -> None:
         with pytest.raises(SpilloverError, match="choose another address"):
             check_addresses(KVEventsConfig(f"tcp://127.0.0.1:{port}"))
     check_addresses(KVEventsConfig(f"tcp://127.0.0.1:{port}"))
-    check_addresses(KVEventsConfig("tcp://10.255.255.1:5557"))  # is connected to, not bound
+    check_addresses(KVEventsConfig("tcp://10.255.255.1:5557"))  # a remote address is connected to, not bound

@@ -1,4 +1,4 @@
-"""KV events over sockets: a subscriber heals whatever is lost on the way, and nobody waits for it."""
+"""KV events over sockets: a subscriber recovers from any loss, and the engine never waits for one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def published(folder: Path, world: World, **options: Any) -> None:
 
 
 def joined(folder: Path, hwm: int = 1000) -> Subscriber:
-    """A subscriber that knows all there is when it starts."""
+    """Return a subscriber that starts with a snapshot."""
     subscriber = Subscriber(**addresses(folder), hwm=hwm)
     subscriber.snapshot()
     return subscriber
@@ -39,7 +39,7 @@ def joined(folder: Path, hwm: int = 1000) -> Subscriber:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kept", [3, 10_000], ids=["short buffer", "long buffer"])
 def test_whatever_is_lost_is_healed(tmp_path: Path, seed: int, kept: int) -> None:
-    """Batches are lost at random, and the engine is started again on its disk; in the end the mirror is exact."""
+    """After random losses of batches and restarts of the engine on its disk, the mirror is exact."""
     rng, losses = random.Random(seed), random.Random(seed)
     subscriber = None
     for _ in range(3):
@@ -60,9 +60,9 @@ def test_whatever_is_lost_is_healed(tmp_path: Path, seed: int, kept: int) -> Non
         assert subscriber.mirror.held == truth(world)
         assert subscriber.mirror.held
         if rng.random() < 0.5:
-            world.close()  # says so
+            world.close()  # publishes an event
         else:
-            world.connector.close(time.monotonic() + 10)  # as after kill -9: nothing is said
+            world.connector.close(time.monotonic() + 10)  # as after kill -9: no event is published
             _abandon(world.engine.events)
     assert subscriber is not None
     assert subscriber.replays + subscriber.snapshots > 1
@@ -87,7 +87,7 @@ def test_a_restart_is_a_gap_that_a_subscriber_sees(tmp_path: Path) -> None:
     _abandon(world.engine.events)
     again = World()
     published(tmp_path, again)
-    for seed in range(20):  # more batches than the first one had sent
+    for seed in range(20):  # more batches than the first engine had sent
         again.ask(prompt(100 + seed, 9))
     subscriber.receive()
     subscriber.heal()
@@ -121,7 +121,7 @@ def test_a_reset_of_an_idle_engine_is_told(tmp_path: Path) -> None:
     world.ask(prompt(1, 30))
     subscriber.heal()
     assert subscriber.mirror.held
-    world.scheduler.reset_prefix_cache()  # and no step follows
+    world.scheduler.reset_prefix_cache()  # no step follows
     subscriber.receive()
     while subscriber.mirror.held:
         subscriber.wait()
@@ -166,7 +166,7 @@ def test_a_bad_request_harms_nobody(tmp_path: Path, frames: list[bytes]) -> None
 
 
 def test_a_subscriber_that_reads_nothing_loses_batches_and_sees_it(tmp_path: Path) -> None:
-    """Nobody waits for it: its queue is full soon, and one that reads is told everything meanwhile."""
+    """A subscriber that never reads delays no other: it loses batches, and sees it when it reads."""
     log = KVEventLog(KVCache(8, 4096, (None,)).tree)
     journal = Journal(4096, (None,), 10_000)
     publisher = EventPublisher(KVEventsConfig(**addresses(tmp_path), hwm=2), log, journal)
@@ -181,12 +181,12 @@ def test_a_subscriber_that_reads_nothing_loses_batches_and_sees_it(tmp_path: Pat
             time.sleep(0)
         other.receive()
 
-    start, count = journal.sequence, 300  # of 4 KiB each: more than the buffers of a socket hold
+    start, count = journal.sequence, 300  # events of 4 KiB each: more than the buffers of a socket hold
     for number in range(count):
         publish(number)
     assert silent.receive() < journal.sequence - start
     deadline = time.monotonic() + 10
-    while not silent.replays:  # by the next batch at the latest it sees that some are missing
+    while not silent.replays:  # the next batch shows at the latest that some are missing
         publish(count)
         count += 1
         silent.receive()
@@ -201,7 +201,7 @@ def test_a_subscriber_that_reads_nothing_loses_batches_and_sees_it(tmp_path: Pat
 
 
 def test_a_step_never_waits_for_the_publisher(tmp_path: Path) -> None:
-    """A publisher that is stuck takes nothing, and every request is served all the same."""
+    """A stuck publisher accepts no events, and every request is served nevertheless."""
     world = World()
     log = KVEventLog(world.kv.tree)
     world.kv.tree.listeners.append(log)

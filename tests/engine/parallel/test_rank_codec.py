@@ -1,4 +1,4 @@
-"""Whole blocks put together from the pools of ranks, and taken apart again, at any number of ranks."""
+"""Whole blocks assembled from the pools of ranks, and divided again, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS, HEAD_BYTES, BLOCKS = 6, 4, 7
 
 
 def pools_of(whole: torch.Tensor, size: int) -> list[tuple[torch.Tensor, range]]:
-    """Cut blocks [n, rows, heads, bytes] for ranks."""
+    """Cut blocks [n, rows, heads, bytes] into one pool per rank."""
     heads = [range(*Shard(rank, size).kv_heads(whole.shape[2])) for rank in range(size)]
     return [(whole[:, :, each.start:each.stop].clone(), each) for each in heads]
 
@@ -26,7 +26,7 @@ COUNTS = st.sampled_from([1, 2, 4, 8])
 @settings(max_examples=60, deadline=None)
 def test_blocks_of_one_number_of_ranks_are_those_of_another(num_heads: int, stored: int, read: int, seed: int,
                                                             blocks: list[int]) -> None:
-    """Also with fewer heads than ranks, where several hold the same."""
+    """Blocks stored by one number of ranks are read by another, also where several ranks hold the same head."""
     random = torch.Generator().manual_seed(seed)
     shape = BLOCKS, ROWS, num_heads, HEAD_BYTES
     whole = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)

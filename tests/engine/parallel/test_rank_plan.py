@@ -40,7 +40,7 @@ def test_ranks_hold_the_model_once(name: str, size: int, experts: bool, tmp_path
         return
     whole, first = weight_bytes(planned(tmp_path, name)), planned(tmp_path, name, **flags)
     ranks = [first, *(planned_rank(first.config, without_tiers(first.plan), rank) for rank in range(1, size))]
-    # All have norms and routers, and of four ranks two have each KV head.
+    # All ranks have norms and routers, and two of four ranks hold each KV head.
     assert whole <= sum(map(weight_bytes, ranks)) < 1.2 * whole
     assert max(map(weight_bytes, ranks)) == first.plan.weight_bytes
     assert {rank.plan.num_blocks for rank in ranks} == {first.plan.num_blocks}
@@ -49,7 +49,7 @@ def test_ranks_hold_the_model_once(name: str, size: int, experts: bool, tmp_path
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("flags", [{}, {"spill_dtype": "int8"}, {"kv_cache_dtype": "fp8"}])
 def test_tiers_hold_whole_blocks_within_one_budget(size: int, flags: dict[str, Any], tmp_path: Path) -> None:
-    """Also with fewer KV heads than ranks, where a rank's part is more than its share of a block."""
+    """Tiers hold whole blocks also with fewer KV heads than ranks, where a rank's part exceeds its share of a block."""
     disk = f"{tmp_path / 'kv'}:100MB"
     one, several = (planned(tmp_path, "llama", host_memory="64MB", disk=(disk,), tensor_parallel_size=count, **flags)
                     for count in (1, size))

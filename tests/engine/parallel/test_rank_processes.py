@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: the same tokens, and an end in time, with nothing left, whoever is killed when."""
+"""Ranks in separate processes give the same tokens, and end in time without remains, whichever is killed and when."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from support.models.hf_reference import VOCAB, greedy, save_checkpoint, tiny_mod
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 256,
                            "num_gpu_blocks_override": 200}
-SECONDS = 5.0  # in which a lost rank is to be told
-GONE_SECONDS = 10.0  # for processes that were killed to be gone
+SECONDS = 5.0  # within which the loss of a rank must be reported
+GONE_SECONDS = 10.0  # within which killed processes must have disappeared
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
@@ -56,13 +56,13 @@ def assert_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.alone  # a lost rank is to be told within seconds
+@pytest.mark.alone  # the loss of a rank must be reported within seconds
 @pytest.mark.parametrize(("fault", "words"), [
     (signal.SIGKILL, r"rank 1 \(process \d+\) was killed by SIGKILL"), (signal.SIGSTOP, "rank 1 is stopped"),
     (None, r"rank 1 failed \(msgspec.ValidationError")])
 def test_tokens_are_those_of_hugging_face_and_a_lost_rank_is_told_in_time(folder: str, fault: signal.Signals | None,
                                                                           words: str) -> None:
-    """One that dies, one that hangs, and one that fails; afterwards nothing is left."""
+    """Ranks give Hugging Face's tokens; one that dies, hangs or fails is reported in time, and no process remains."""
     model, _ = tiny_model("mixtral", seed=3)
     rng = random.Random(str(fault))
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 40)]
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_hugging_face_and_a_lost_rank_is_told_in_time(folder
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [greedy(model, prompt, 16) for prompt in prompts]
         held, stored = llm.engine.runner.weight_bytes, sum(parameter.nbytes for parameter in model.parameters())
-        assert stored <= held < 1.2 * stored  # norms and routers twice, and panels are padded
+        assert stored <= held < 1.2 * stored  # norms and routers are stored twice, and panels are padded
         ranks, layers = llm.stats().ranks, model.config.num_hidden_layers
         assert ranks.size == 2
         assert ranks.calls > 16 * (1 + 2 * layers)
@@ -134,7 +134,7 @@ with LLM(sys.argv[1], tensor_parallel_size=2, skip_tokenizer_init=True, block_si
 
 
 def test_ranks_end_with_rank_0(folder: str) -> None:
-    """Also one that is stopped; and their shared memory has no name that could be left."""
+    """When rank 0 ends, so do the others, even a stopped one; their shared memory has no name that could remain."""
     with subprocess.Popen([sys.executable, "-c", PARENT, folder], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
@@ -162,7 +162,7 @@ def test_what_cannot_be_is_said_before_anything_is_loaded(folder: str, flags: di
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_launch_that_waits_counts_as_waiting(fails: bool) -> None:
-    """Capturing a CUDA graph waits for the steps before it, which may wait for a rank that is stopped."""
+    """Capturing a CUDA graph counts as waiting: it waits for earlier steps, and so perhaps for a stopped rank."""
     seen: list[float | None] = []
 
     def launch(step: object) -> mock.Mock:

@@ -1,4 +1,4 @@
-"""KV blocks are whole in the tiers: what one number of ranks has stored, any other finds, and it says the same."""
+"""KV blocks are whole in the tiers: any number of ranks finds those stored by another, with the same output."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_two_ranks_have_stored_one_and_four_find(name: str, prompts: list[l
                                              (2, {"spill_dtype": "int8"})])
 def test_blocks_come_back_from_host_memory(size: int, flags: dict[str, Any], prompts: list[list[int]],
                                            tmp_path: Path) -> None:
-    """A pool too small for all prompts: the second time some are restored, to every rank its heads."""
+    """With a pool too small for all prompts, the second run restores some blocks, each rank's heads to that rank."""
     model, _ = tiny_model("qwen3", seed=3)
     folder = str(save_checkpoint(model, tmp_path))
     first, second = ask(folder, prompts, 2, tensor_parallel_size=size, host_memory="8MB", **flags)

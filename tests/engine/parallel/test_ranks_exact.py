@@ -1,4 +1,4 @@
-"""Tokens of a sharded model are those of Hugging Face transformers, and its bits those of any other schedule."""
+"""A sharded model has the tokens of Hugging Face transformers, and the same bits under every schedule."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tokens(llm: LLM, prompts: list[list[int]], count: int = 12) -> list[list[int
     *((name, 2, False) for name in all_architectures()), *((name, 2, True) for name in MIXTURES), ("llama", 4, False),
     ("qwen2", 4, False), ("mixtral", 4, False)])
 def test_tokens_are_those_of_hugging_face(cases: Any, name: str, size: int, experts: bool) -> None:
-    """In a mixed batch with chunks, a shared prefix, and preemption at random."""
+    """Tokens are equal in a mixed batch with chunks, a shared prefix and random preemption."""
     case = cases(name)
     rng = random.Random(f"{name}{size}")
     with thread_llm(case.folder, tensor_parallel_size=size, enable_expert_parallel=experts, max_num_batched_tokens=23,
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_hugging_face(cases: Any, name: str, size: int, expe
 
 @pytest.mark.parametrize(("name", "size"), [("llama_biases_linear_rope", 4), ("gpt_oss", 2)])
 def test_every_schedule_has_the_same_bits(cases: Any, name: str, size: int) -> None:
-    """Sampled tokens, log probabilities of answers and of prompts, with overlap, chunks and drafts, or without."""
+    """Sampled tokens and log probabilities (of prompts too) are equal with or without overlap, chunks and drafts."""
     rng = random.Random(size)
     asked = [(prompt, params) for prompt in prompts_of(rng) if not (params := params_of(rng)).stop
              and params.structured_outputs is None][:10]
@@ -97,7 +97,7 @@ def test_every_schedule_has_the_same_bits(cases: Any, name: str, size: int) -> N
 
 
 def test_a_model_that_drafts_changes_no_bit_and_steps_can_be_played_to_one_rank(cases: Any, tmp_path: Path) -> None:
-    """The draft model is rank 0's alone."""
+    """A draft model, which only rank 0 has, changes no bit, and recorded steps can be replayed on one rank."""
     case, drafting = cases("llama"), cases("qwen2").folder
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
     found = []
@@ -156,7 +156,7 @@ def test_what_host_memory_has_no_room_for_is_read_from_disk_part_by_part(tmp_pat
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q8_0])
 @pytest.mark.parametrize("experts", [False, True])
 def test_experts_of_a_gguf_file_say_the_same(kind: Kind, experts: bool, tmp_path: Path) -> None:
-    """Dealt out whole they stay in codes; cut, those are dequantised whose blocks would be cut."""
+    """Tokens are those of one rank; whole experts stay in codes, cut ones are dequantised if blocks would be cut."""
     model = str(write_tiled_mixture(tmp_path / "model.gguf", lambda name: kind, layers=2))
     rng = random.Random(2)
     prompts = [[rng.randrange(96) for _ in range(length)] for length in (3, 20, 31)]

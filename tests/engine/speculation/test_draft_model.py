@@ -1,4 +1,4 @@
-"""A draft model changes the speed and nothing else: tokens and log probabilities are those of a run without it."""
+"""A draft model changes only the speed: tokens and log probabilities are those of a run without it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def similar(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model that mostly says the same."""
+    """Return a model whose predictions mostly agree with the target's."""
     folder = tmp_path_factory.mktemp("similar")
     write_text_model(folder)
     file = folder / "model.safetensors"
@@ -41,7 +41,7 @@ def similar(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def windowed(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model of another architecture that knows nothing, with sliding windows."""
+    """Return a random model of another architecture, with sliding windows."""
     folder = tmp_path_factory.mktemp("windowed")
     (folder / "config.json").write_text(json.dumps({**WINDOWED, "vocab_size": 320, "eos_token_id": 257}))
     return folder
@@ -93,7 +93,7 @@ def compare(target: Path, similar: Path, conditions: dict[str, Any], device: str
         assert stats.speculation is not None
         counts = stats.speculation.counts
         assert counts == sum((output.drafts for output in found), DraftCounts())
-        assert 0.2 < counts.by_position[0] / counts.drafts < 1  # by chance it would be far less
+        assert 0.2 < counts.by_position[0] / counts.drafts < 1  # random drafts would be accepted far less often
         llm.engine.scheduler.check()
         blocks = draft_of(llm).blocks
         blocks.check()
@@ -101,7 +101,7 @@ def compare(target: Path, similar: Path, conditions: dict[str, Any], device: str
 
 
 def test_the_same_model_is_always_right_also_behind_prefixes_that_were_restored(target: Path) -> None:
-    """Drafts come from KV that was computed: after a prefix hit, a restore from host memory or a preemption too."""
+    """The same model as drafter is always right, also after a prefix hit, a restore from the host or preemption."""
     prompts = [[65 + index // 3, *range(100, 150), 70 + index] for index in range(6)]
     params = SamplingParams(temperature=0.5, seed=1, max_tokens=24, ignore_eos=True)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -137,7 +137,7 @@ def test_prefixes_are_drafted_from_within_one_salt_only(target: Path) -> None:
 
 
 def test_missing_kv_is_computed_some_rows_at_a_time(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt holds no step up: until the draft model has seen it all, the request has no draft."""
+    """A long prompt delays no step: a request has no draft until the draft model has computed its whole prompt."""
     monkeypatch.setattr("spillover.engine.speculation.draft_model.CATCH_UP_ROWS", 16)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     with load(target, speculative_model=str(target), speculative_adaptive=False) as llm:
@@ -165,7 +165,7 @@ def test_a_model_of_another_architecture_may_draft(target: Path, windowed: Path,
 
 @pytest.mark.parametrize("vocab_size", [300, 320, 350])
 def test_ids_that_only_one_of_them_has_harm_nobody(target: Path, tmp_path: Path, vocab_size: int) -> None:
-    """Vocabularies of one family are padded differently, and a request may name an id that is padding."""
+    """Vocabularies of one family may be padded differently, and a request may contain an id that is padding."""
     config = json.loads((target / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": vocab_size}))
     prompts = [{"prompt_token_ids": [65, 319, 66, 310, 67 + index]} for index in range(4)]

@@ -1,4 +1,4 @@
-"""Drafters propose what followed before, and nothing that another salt has said."""
+"""Drafters propose tokens that followed earlier, and never text of another salt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_ngram_drafts_are_continuations_that_occurred(seed: int) -> None:
         return
     assert len(draft.tokens) == len(draft.confidence) == most
     whole = tokens + list(draft.tokens)
-    for end in range(len(tokens), len(whole)):  # each token followed the same tokens before
+    for end in range(len(tokens), len(whole)):  # each token followed the same tokens earlier
         assert occurs(whole[end - matched:end + 1], whole[:end])
 
 
@@ -51,7 +51,7 @@ def test_ngram_prefers_the_longest_then_the_newest_match() -> None:
     drafter = NgramDrafter(2, 4)
     assert propose(drafter, [1, 2, 3, 7, 9, 2, 3, 8, 4, 2, 3, 5, 1, 2, 3], 2).tokens == (7, 9)
     assert propose(drafter, [4, 2, 3, 8, 6, 2, 3, 5, 9, 2, 3], 2).tokens == (5, 9)
-    assert propose(drafter, [1, 2, 1, 2, 1, 2], 5).tokens == (1, 2, 1, 2, 1)  # a period goes on
+    assert propose(drafter, [1, 2, 1, 2, 1, 2], 5).tokens == (1, 2, 1, 2, 1)  # a repeating pattern is continued
     assert propose(drafter, [1], 3).tokens == ()
     assert propose(drafter, [5, 1, 2, 3], 3).tokens == ()
 
@@ -62,7 +62,7 @@ def test_suffix_drafts_are_continuations_of_its_own_salt(seed: int) -> None:
     vocabulary = rng.choice([3, 8, 40])
     drafter = SuffixDrafter(corpus_tokens=rng.choice([50, 400]))
     said: dict[str | None, list[list[int]]] = {None: [], "a": []}
-    base = {None: 0, "a": 1000}  # tokens of one salt are not those of the other
+    base = {None: 0, "a": 1000}  # the tokens of the two salts are disjoint
     for _ in range(rng.randint(0, 12)):
         salt = rng.choice([None, "a"])
         tokens = [base[salt] + rng.randrange(vocabulary) for _ in range(rng.randint(2, 60))]
@@ -92,7 +92,7 @@ def test_suffix_follows_the_most_frequent_continuation_and_says_how_sure_it_is()
     assert draft.tokens == (7, 5, 6)
     assert draft.confidence[0] == pytest.approx(3 / (4 + 1 / 3))
     assert draft.confidence[1] > draft.confidence[0]
-    assert propose(drafter, [9, 1, 2, 3], 8).tokens == (7, 5, 6)  # and not into the next request
+    assert propose(drafter, [9, 1, 2, 3], 8).tokens == (7, 5, 6)  # stops at the end of the request
     assert propose(drafter, [9, 1, 2, 3], 3, "salt").tokens == ()
 
 
@@ -103,7 +103,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
         assert drafter.num_kept <= 100
     assert propose(drafter, [292, 293, 294], 2).tokens == (295, 296)
     assert propose(drafter, [2, 3, 4], 2).tokens == ()
-    drafter.end(request(list(range(1000, 1200)), "a"))  # the other salt's make room
+    drafter.end(request(list(range(1000, 1200)), "a"))  # tokens of the other salt are discarded
     assert drafter.num_kept <= 100
     assert propose(drafter, [1192, 1193, 1194], 2, "a").tokens == (1195, 1196)
 

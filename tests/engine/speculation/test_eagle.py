@@ -1,4 +1,4 @@
-"""An EAGLE-3 head drafts what its definition says, from state that lies in the KV blocks; the text stays the same."""
+"""An EAGLE-3 head drafts by its definition, from state stored in the KV blocks; the text stays the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.watched_drafts import WatchedDrafts
 
 @dataclass(frozen=True)
 class Pair:
-    """A model, a head for it, and both by the definition."""
+    """A model, a head for it, and the reference implementation of the head."""
 
     target: Path
     head: Path
@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"norm_before_residual": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0, 2]}},
     "mistral_sliding": {"norm_before_fc": True, "norm_output": True},
-    "gpt_oss": {},  # experts, and two kinds of layers, each with blocks of its own
+    "gpt_oss": {},  # experts, and two layer groups, each with its own blocks
 }
 
 
@@ -60,7 +60,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 
 @pytest.fixture(scope="module")
 def similar(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Return a head that is mostly right, by what it finds in its KV."""
+    """Return a head that is mostly right because of what it finds in its KV."""
     folder = tmp_path_factory.mktemp("similar")
     target = write_text_model(folder / "target", layers=4)
     tensors = predictable(target, 0.05)
@@ -72,7 +72,7 @@ def similar(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def load(pair: Pair, count: int | None = 4, **flags: Any) -> LLM:
     config = None if count is None else {"method": "eagle3", "model": str(pair.head), "num_speculative_tokens": count,
                                          "adaptive": flags.pop("adaptive", False)}
-    # A GPU is shared with other tests: without a budget an engine takes all that is free.
+    # Other tests share the GPU: without a budget an engine would allocate all free memory.
     bounded = flags.get("device") != "cuda" or "num_gpu_blocks_override" in flags
     budget = {} if bounded else {"gpu_memory": "2GB"}
     return LLM(pair.target, **{"device": "cpu", "block_size": 8, "max_model_len": 96, "watermark": 0.0, "seed": 3,
@@ -98,7 +98,7 @@ SCHEDULES: tuple[tuple[str, int, dict[str, Any]], ...] = (
 @pytest.mark.parametrize(("name", "count", "flags"), SCHEDULES)
 def test_drafts_are_those_of_the_definition(pairs: dict[str, Pair], name: str, count: int,
                                             flags: dict[str, Any]) -> None:
-    """Over chunks of prompts, preemptions, prefixes from the cache and from a tier; greedy and sampled."""
+    """Drafts match the definition with chunks, preemptions, cached and restored prefixes; greedy and sampled."""
     watch(pairs[name], count, {**flags, "device": "cpu"})
 
 
@@ -168,14 +168,14 @@ def compare(pair: Pair, count: int, conditions: dict[str, Any], device: str) -> 
         counts = stats.speculation.counts
         assert counts == sum((output.drafts for output in found), DraftCounts())
         if not conditions.get("adaptive"):
-            assert 0.2 < counts.by_position[0] / counts.drafts < 1  # by chance it would be far less
+            assert 0.2 < counts.by_position[0] / counts.drafts < 1  # random drafts would be accepted far less often
         assert llm.engine.runner.weight_bytes == llm.plan.device_weight_bytes
         llm.engine.scheduler.check()
         assert stats.cache.free + stats.cache.evictable == stats.cache.total
 
 
 def restored_acceptance(pair: Pair, folder: Path, device: str) -> None:
-    """Ask the same before and after a restart, with what was said kept on a disk and in host memory alone."""
+    """Send the same prompts before and after a restart, with KV kept on a disk and in host memory only."""
     prompts = [{"prompt_token_ids": [start, 65 + start % 7, 66, *range(100, 140)]} for start in range(6)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     flags: dict[str, Any] = {"disk": [f"{folder}:8MB"], "host_memory": "1MB", "spill": "eager", "device": device,
@@ -206,7 +206,7 @@ def test_acceptance_behind_a_restored_prefix_is_that_before_on_a_gpu(similar: Pa
 
 
 def test_kv_of_one_head_is_not_taken_for_that_of_another(similar: Pair, tmp_path: Path) -> None:
-    """A block of the same tokens is another one without a head, or with another."""
+    """Blocks of the same tokens are distinct without a head, or with another one."""
     tensors = head_tensors(similar.reference.target, 300, seed=5)
     other = write_head(tmp_path / "other", head_config(similar.reference.target, tensors), tensors)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -297,7 +297,7 @@ def test_without_weights_there_is_nothing_to_read(similar: Pair) -> None:
 
 
 def test_other_names_of_the_same_head_are_read(similar: Pair, tmp_path: Path) -> None:
-    """As the speculators library writes them: the layer's shape apart, its tensors as layer 0, embeddings beside."""
+    """A head as the speculators library writes it is read: nested config, tensors of layer 0, own embeddings."""
     config = dict(similar.reference.config)
     outer = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": config.pop("draft_vocab_size"),
              "norm_before_residual": config.pop("norm_before_residual"),

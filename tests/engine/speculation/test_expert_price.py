@@ -1,4 +1,4 @@
-"""Where experts are paged, draft rows are priced by what they fetch: nothing is drafted where that does not pay."""
+"""With paged experts, draft rows are priced by the experts that they fetch: drafting stops where it does not pay."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from spillover.memory.routing import Trace, uniform
 from support import starved
 
 LAYERS, EXPERTS, K, QUOTA = 4, 64, 4, 24
-EXPERT_BYTES, LINK = 1_000_000, 5e9  # 0.2 ms an expert
+EXPERT_BYTES, LINK = 1_000_000, 5e9  # 0.2 ms per expert
 
 
 @dataclass
 class Machine:
-    """A mixture whose experts are paged: steps take a fixed time, a little a row, and the link's time a miss."""
+    """A mixture with paged experts: a step takes a fixed time, a little per row, and the link's time per miss."""
 
     fixed: float
     row: float = 0.00002
@@ -42,7 +42,7 @@ class Machine:
         return WeightTraffic(EXPERT_BYTES * counts.misses, counts.misses, 0, counts.hits, counts.misses)
 
     def run(self, rows: Sequence[Sequence[Sequence[int]]]) -> float:
-        """Return the seconds of a step, and let them pass. `rows`: the experts by layer of each row."""
+        """Return the seconds of a step and advance the clock. `rows`: the experts of each row, by layer."""
         before = self.cache.counts.misses
         self.cache.policy.on_phase("decode")
         for layer in range(LAYERS):
@@ -58,7 +58,7 @@ class Machine:
 
 
 def sticky(steps: int, seed: int) -> Trace:
-    """Routing as texts have it: most experts of a token were those of the token before, and some are in demand."""
+    """Return routing as in real text: most experts are those of the token before, and some experts are popular."""
     rng = np.random.default_rng(seed)
     popular = 1 / np.arange(1, EXPERTS + 1)
     shares = [rng.permutation(popular / popular.sum()) for _ in range(LAYERS)]
@@ -77,7 +77,7 @@ def sticky(steps: int, seed: int) -> Trace:
 
 
 class Guessing:
-    """Drafts the numbers that come, 1, 2, 3 ..., each right with a chance."""
+    """Drafts the tokens that will follow (1, 2, 3 ...), each right with a given probability."""
 
     expected = None
     sequential = False
@@ -95,8 +95,8 @@ class Guessing:
 
 def generate(trace: Trace, strangers: Trace, chance: float, fixed: float, monkeypatch: pytest.MonkeyPatch,
              priced: bool = True) -> tuple[float, AdaptiveSpeculator]:
-    """Generate a token for each step of a trace; returns the speed over that without drafts in the second half, when
-    costs are known. A wrong draft token is routed as a stranger."""
+    """Generate a token for each step of a trace; return the speed relative to no drafts in the second half, when costs
+    are known. A wrong draft token is routed like a step of `strangers`."""
     plain = Machine(fixed)
     passed = [plain.run([step]) for step in trace]
     machine, rng = Machine(fixed), random.Random(3)
@@ -120,7 +120,7 @@ def generate(trace: Trace, strangers: Trace, chance: float, fixed: float, monkey
         step = Step((StepItem(id=0, phase=Phase.VERIFY if draft else Phase.DECODE, start=0, count=len(rows),
                               num_samples=1, first_block=0, new_blocks=(), draft=draft),))
         if not waits and speculator._clock.ended is not None:
-            speculator._clock.ended = machine.now  # it was launched before the last one ended
+            speculator._clock.ended = machine.now  # the step was launched before the previous one completed
         speculator.launched(step)
         speculator.observe_step(step, machine.run(rows))
         speculator.probe([request])
@@ -135,7 +135,7 @@ def generate(trace: Trace, strangers: Trace, chance: float, fixed: float, monkey
 
 @pytest.mark.parametrize("chance", [0.2, 0.4, 0.6])
 def test_uniform_routing_is_not_drafted_for(chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Misses are most of a step, and a row more misses as much as a step more."""
+    """Nothing is drafted: misses dominate a step, and an additional row causes as many misses as an additional step."""
     trace = uniform(1600, LAYERS, EXPERTS, K, seed=1)
     speed, speculator = generate(trace, uniform(200, LAYERS, EXPERTS, K, seed=2), chance, 0.0006, monkeypatch)
     assert speed >= 0.97
@@ -175,7 +175,7 @@ def test_what_rows_fetch_is_told_apart_and_an_expert_costs_what_it_takes() -> No
     accepted, wasted = price.row_experts
     assert accepted == pytest.approx(1, abs=0.6)
     assert wasted == pytest.approx(6, abs=0.8)
-    assert price.expert_seconds == pytest.approx(EXPERT_BYTES / LINK, rel=0.2)  # and not three times that
+    assert price.expert_seconds == pytest.approx(EXPERT_BYTES / LINK, rel=0.2)  # not three times that
     sums = price.cumulative(np.array([1.0, 0.5]))
     assert sums[0] == 0
     assert np.diff(sums) == pytest.approx(price.expert_seconds * np.array([accepted, (accepted + wasted) / 2]))
@@ -206,7 +206,7 @@ def test_nothing_is_learned_of_steps_that_ran_beside_others_or_of_prompts() -> N
 
 
 def test_plain_rows_are_priced_anew_where_routing_changes_while_steps_overlap() -> None:
-    """As where one request follows another: a prompt, steps beside others, then one that drafts."""
+    """The price follows when routing changes between requests: a prompt, overlapped decode steps, then a draft."""
     counts, reads = [0], [0]
 
     def traffic() -> WeightTraffic:

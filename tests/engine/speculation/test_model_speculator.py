@@ -1,4 +1,4 @@
-"""Where a model drafts, as much is drafted as measured costs and acceptance say is fastest, and no more."""
+"""With a draft model, draft lengths are those that measured costs and acceptance predict to be fastest."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ UNIT = 0.01  # seconds of a plain step with one row
 
 @dataclass(frozen=True)
 class Costs:
-    """An engine of arithmetic, in units of a plain step with one row."""
+    """Costs of a simulated engine, in units of a plain step with one row."""
 
-    row: float  # of a step, each row more
-    wait: float  # for the newest tokens to be known
-    call: float  # of a draft, whatever its length
+    row: float  # of a step, per additional row
+    wait: float  # until the newest tokens are available
+    call: float  # of a draft of any length
     draft_pass: float
     draft_row: float
 
@@ -57,14 +57,14 @@ class Clock:
 
 
 class Chancy:
-    """A model that is right with a chance of its own for each request; what comes is always 1, 2, 3 ..."""
+    """A draft model with a probability per request of being right; the tokens to come are always 1, 2, 3 ..."""
 
     expected = None
     sequential = True
 
     def __init__(self, costs: Costs, chances: dict[Request, float], clock: Clock, rng: random.Random,
                  cold: float = 1.0, ahead: bool = False) -> None:
-        """`cold`: times as much that the first call costs; `ahead`: nobody waits for drafts but the next step."""
+        """`cold`: cost factor of the first call; `ahead`: only the next step waits for drafts."""
         self.costs, self.chances, self.clock, self.rng, self.cold = costs, chances, clock, rng, cold
         self.ahead, self.left = ahead, 0.0
         self.running: Callable[[], float] | None = None
@@ -87,7 +87,7 @@ class Chancy:
 
 def run(costs: Costs, chances: Sequence[float], steps: int, fixed: int | None, seed: int, cold: float = 1.0,
         ahead: bool = False) -> float:
-    """Return tokens per unit of time; `fixed`: of drafts that are always this long."""
+    """Return tokens per unit of time; `fixed`: the length of all drafts, None if it is adaptive."""
     clock, rng = Clock(), random.Random(seed)
     running = [Request(str(i), [0], SamplingParams(max_tokens=10**6)) for i in range(len(chances))]
     for request in running:
@@ -110,7 +110,7 @@ def run(costs: Costs, chances: Sequence[float], steps: int, fixed: int | None, s
                 drafts = chooser.drafts([Candidate(request, chooser.most_tokens) for request in running],
                                         len(running), len(running), 10**6)
             elif chooser._clock.ended is not None:
-                chooser._clock.ended = clock.now  # it was launched before the last one ended
+                chooser._clock.ended = clock.now  # the step was launched before the previous one completed
             step = Step(tuple(StepItem(id=i, phase=Phase.VERIFY if draft else Phase.DECODE, start=0,
                                        count=1 + len(draft), num_samples=1, first_block=0, new_blocks=(), draft=draft)
                               for i, draft in enumerate(drafts)))
@@ -152,7 +152,7 @@ def test_it_is_never_slower_than_plain_and_near_the_best_fixed_length(
 
 
 def test_drafts_that_nobody_waits_for_cost_what_they_take() -> None:
-    """The step that verifies them takes longer by what was left of them, and that is told apart from its rows."""
+    """The verifying step takes longer by the unfinished part of the drafting, which is not attributed to its rows."""
     costs = Costs(row=0.1, wait=0.1, call=0.05, draft_pass=0.2, draft_row=0.01)
     chances = [0.9, 0.5, 0.0]
     assert run(costs, chances, 400, None, 3, ahead=True) == pytest.approx(run(costs, chances, 400, None, 3), rel=0.02)
@@ -161,7 +161,7 @@ def test_drafts_that_nobody_waits_for_cost_what_they_take() -> None:
 @settings(max_examples=60, deadline=None)
 @given(cost_curves, acceptances, st.integers(0, 30))
 def test_the_choice_is_no_worse_than_any_uniform_length(costs: Costs, chances: list[float], room: int) -> None:
-    """With costs that are known, nothing that gives every request the same length is faster, nor is plain decoding."""
+    """With known costs, neither plain decoding nor any uniform draft length is faster."""
     step_costs, drafting = StepCosts(), DraftCosts()
     for rows in range(1, 17):
         step_costs.note(rows, costs.step(rows))
@@ -206,13 +206,13 @@ def test_a_first_pass_grows_slower_with_the_others_though_no_draft_is_short() ->
 
 @pytest.mark.parametrize("chance", [0.8, 0.97])
 def test_a_slow_first_call_does_not_decide_how_much_is_drafted(chance: float) -> None:
-    """It touches new memory, or compiles: taken for the cost of every first pass, it made drafts far too long."""
+    """A slow first call, which touches new memory or compiles, is not taken for the cost of every first pass."""
     costs = Costs(row=0.08, wait=0.05, call=0.02, draft_pass=0.4, draft_row=0.0)
     assert run(costs, [chance], 300, None, 1, cold=8.0) >= 0.97 * run(costs, [chance], 300, None, 1)
 
 
 class Behind(Chancy):
-    """A model that has much to catch up with before it drafts: a hundredth of a step for each token."""
+    """A draft model that must first catch up with many tokens, at a hundredth of a step each."""
 
     passes: Sequence[int] = ()
     caught_up = 0
@@ -258,7 +258,7 @@ def test_a_prompt_is_caught_up_with_where_that_pays(left: int, missing: int, wor
 
 
 def test_a_choice_is_kept_until_it_is_decided_again_whether_to_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device waits for each."""
+    """Draft lengths are recomputed only when the decision to draft is: the device waits for each computation."""
     choices = 0
 
     def counted(*given: Any) -> Any:
@@ -268,12 +268,12 @@ def test_a_choice_is_kept_until_it_is_decided_again_whether_to_draft(monkeypatch
 
     monkeypatch.setattr(model_speculator, "best_counts", counted)
     run(Costs(row=0.01, wait=0.1, call=0.05, draft_pass=0.05, draft_row=0.01), [0.9], 800, None, 1)
-    again = 800 / speculator.RECHECK_STEPS  # whether to draft, and then how much
+    again = 800 / speculator.RECHECK_STEPS  # decisions whether to draft; each is followed by one on the length
     assert choices <= model_speculator.UNSETTLED + 2 * again + 10
 
 
 def test_drafts_that_come_to_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes whose tokens cannot be said in the other vocabulary count as wrong."""
+    """Passes whose tokens cannot be expressed in the target's vocabulary count as wrong."""
     clock = Clock()
     for module in (speculator, model_speculator):
         monkeypatch.setattr(module, "time", clock)
@@ -299,7 +299,7 @@ def test_drafts_that_come_to_nothing_are_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 def test_trials_where_nothing_is_right_stay_within_their_share() -> None:
-    """A drafter as slow as the model itself, and never right: what it takes from plain decoding is about a percent."""
+    """Trials of a drafter as slow as the model, and never right, cost plain decoding about one percent."""
     costs = Costs(row=0.5, wait=0.5, call=1.0, draft_pass=1.0, draft_row=0.0)
     assert run(costs, [0.0], 2500, None, 1) >= 0.98 * plain_rate(costs, 1)
 

@@ -1,4 +1,4 @@
-"""A second runner drafts in the blocks of the first: the text stays the same, whatever the second's weights are."""
+"""A second runner drafts in the blocks of the first: the text stays the same, whatever the second runner's weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(model: Path, **flags: Any) -> LLM:
 
 
 def drafting(llm: LLM, noise: float) -> None:
-    """Let a second runner draft, whose layers' weights differ by `noise`."""
+    """Make a second runner draft, with layer weights that differ by `noise`."""
     engine, runner = llm.engine, llm.engine.runner
     assert isinstance(runner, CpuRunner)
     assert isinstance(runner.weights, FixedWeights)
@@ -66,7 +66,7 @@ def test_text_is_the_same_and_equal_weights_are_always_right(model: Path, noise:
         plain = llm.generate(asked, params, use_tqdm=False)
     with load(model, speculative_method="ngram", num_speculative_tokens=TOKENS, num_gpu_blocks_override=60) as llm:
         drafting(llm, noise)
-        for _ in range(2):  # the second time with prefixes from the cache
+        for _ in range(2):  # the second time with cached prefixes
             found = llm.generate(asked, params, use_tqdm=False)
             for mine, theirs in zip(found, plain, strict=True):
                 assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids

@@ -1,4 +1,4 @@
-"""Text and log probabilities are the same with and without speculation, whatever is drafted and whatever the load."""
+"""Text and log probabilities are the same with and without speculation, whatever the drafts and the load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def model(request: pytest.FixtureRequest, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the flags of a model; all have the tokenizer of bytes."""
+    """Return the flags of a model; all models have the byte tokenizer."""
     if request.param == "text":
         return {"model": texts}
     folder = tmp_path_factory.mktemp(request.param)
@@ -54,7 +54,7 @@ def load(model: dict[str, Any], **flags: Any) -> LLM:
 
 @dataclass
 class Knowing:
-    """Drafts what another run said, with mistakes: any length of a draft is accepted."""
+    """Drafts the output of another run, with random mistakes, so that any number of draft tokens is accepted."""
 
     answers: dict[tuple[int, ...], list[list[int]]]
     rng: random.Random
@@ -120,7 +120,7 @@ def test_64_mixed_requests_are_the_same_with_and_without(model: dict[str, Any]) 
 
 
 def test_streams_that_are_left_early_harm_nobody(texts: Path) -> None:
-    """Every answer that is seen to the end is as without; those that are left begin as without."""
+    """Streams read to the end are as without speculation; abandoned streams begin as without it."""
     prompts = [[65 + index, 66] * 5 for index in range(6)]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with load({"model": texts}) as llm:

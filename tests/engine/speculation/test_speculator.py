@@ -1,4 +1,4 @@
-"""Drafting is chosen where measured costs and acceptance say that it is faster, and left where it is not."""
+"""Drafting is used where measured costs and acceptance predict that it is faster, and not elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spillover.engine.step import Phase, Step, StepItem
 def costs(**seconds: float) -> StepCosts:
     made = StepCosts()
     for rows, cost in seconds.items():
-        for _ in range(2):  # the first one may be doubted
+        for _ in range(2):  # the first measurement may be ignored as an outlier
             made.note(int(rows[1:]), cost)
     return made
 
@@ -31,9 +31,9 @@ def test_costs_are_interpolated_never_fall_and_forget_outliers() -> None:
     assert made.seconds(np.array([1.0, 4.5, 8.0, 20.0])) == pytest.approx([1.0, 1.7, 2.4, 2.4])
     for _ in range(3):
         made.note(1, 1.0)
-    made.note(1, 300.0)  # a graph was captured
+    made.note(1, 300.0)  # as when a graph is captured
     assert made.seconds(np.array([1.0]))[0] == 1.0
-    made.note(4, 0.2)  # newer than what smaller steps took: these cost no more
+    made.note(4, 0.2)  # newer than measurements with fewer rows, so these are lowered to it
     assert made.seconds(np.array([1.0, 4.0])) == pytest.approx([0.2, 0.2])
     assert (np.diff(made.seconds(np.arange(1.0, 20.0))) >= 0).all()
     above = StepCosts(made)
@@ -47,12 +47,12 @@ def test_few_rows_are_not_free_where_only_prompts_were_measured() -> None:
     decodes = StepCosts(prompts)
     drafts = StepCosts(decodes)
     decodes.note(1, 1.0)
-    assert drafts.at(9) == 1.0  # nothing tells more
+    assert drafts.at(9) == 1.0  # no other measurement exists
     for _ in range(2):
         prompts.note(64, 8.0)
         prompts.note(128, 16.0)
     assert drafts.seconds(np.array([1.0, 10.0, 64.0, 96.0, 200.0])) == pytest.approx([1.0, 2.0, 8.0, 12.0, 16.0])
-    drafts.note(4, 3.0)  # waiting costs more, and rows as before
+    drafts.note(4, 3.0)  # waiting costs more; the cost per row is unchanged
     assert drafts.seconds(np.array([4.0, 10.0, 64.0])) == pytest.approx([3.0, 3.0 + 6 / 9, 3.0 + 60 / 9])
 
 
@@ -63,7 +63,7 @@ def test_as_many_rows_as_pay() -> None:
     assert best_drafts(chances, 1, 1, free, free, 8) == (8, pytest.approx(1 + chances.sum()))
     assert best_drafts(chances, 1, 1, free, free, 3)[0] == 3
     assert best_drafts(chances, 1, 1, dear, dear, 8)[0] == 0
-    slow = costs(r1=1.5, r9=2.3)  # a tenth a row, after half a step lost by waiting
+    slow = costs(r1=1.5, r9=2.3)  # 0.1 per row, plus half a step lost by waiting
     count, gain = best_drafts(chances, 1, 1, slow, free, 8)
     rates = [(1 + chances[:k].sum()) / (1.5 + 0.1 * k) for k in range(9)]
     assert count == int(np.argmax(rates))
@@ -76,8 +76,8 @@ def test_acceptance_is_learned_by_position_and_falls_back_to_all() -> None:
     one = acceptance.add()
     for _ in range(60):
         acceptance.note(one, (1.0, 1.0, 1.0), 2, cut=False)
-        acceptance.survival([one])  # takes it in
-    new = acceptance.add()  # the first slot is taken: there is room for more
+        acceptance.survival([one])  # applies the note
+    new = acceptance.add()  # the first slot is in use, so the array grows
     assert new != one
     for slot in (one, new):
         chances = acceptance.survival([slot])[0]
@@ -89,7 +89,7 @@ def test_acceptance_is_learned_by_position_and_falls_back_to_all() -> None:
     assert acceptance.survival([new])[0][0] < 0.2
     assert acceptance.survival([one])[0][0] > 0.5
     before = acceptance.survival([one])[0][3]
-    acceptance.note(one, (1.0, 1.0, 1.0), 3, cut=True)  # nothing is known of what was cut
+    acceptance.note(one, (1.0, 1.0, 1.0), 3, cut=True)  # cut: the outcome of the rest is unknown
     assert acceptance.survival([one])[0][3] >= before
     acceptance.remove(new)
     assert acceptance.add() == new
@@ -101,14 +101,14 @@ def test_confidence_is_held_against_what_came() -> None:
     rng = random.Random(0)
     for _ in range(300):
         sure = rng.choice([0.2, 0.8])
-        acceptance.note(slot, (sure,), int(rng.random() < sure / 2), cut=True)  # twice as sure as it may be
+        acceptance.note(slot, (sure,), int(rng.random() < sure / 2), cut=True)  # twice as confident as justified
         acceptance.survival([slot])
     assert acceptance.chances([slot], [(0.8,)])[0, 0] == pytest.approx(0.4, abs=0.15)
     assert acceptance.chances([slot], [(0.2,)])[0, 0] == pytest.approx(0.1, abs=0.05)
 
 
 class Chancy:
-    """A drafter whose tokens are right with a chance; what comes is always 1, 2, 3 ..."""
+    """A drafter whose tokens are right with a given probability; the tokens to come are always 1, 2, 3 ..."""
 
     expected = None
     sequential = False
@@ -131,8 +131,8 @@ class Chancy:
 
 def simulate(drafter: Chancy, requests: int, row_seconds: float, gap: float, steps: int,
              monkeypatch: pytest.MonkeyPatch, prompt: int = 0) -> tuple[float, AdaptiveSpeculator]:
-    """Run an engine of arithmetic; returns its speed over that of one without drafts. `prompt`: tokens of a step whose
-    cost is known before."""
+    """Run a simulated engine; return its speed relative to no drafts. `prompt`: tokens of a step whose cost is known
+    from the start."""
     now = [0.0]
     monkeypatch.setattr(rules.time, "perf_counter", lambda: now[0])
     speculator = AdaptiveSpeculator(drafter, 4)
@@ -161,7 +161,7 @@ def simulate(drafter: Chancy, requests: int, row_seconds: float, gap: float, ste
                       for i, draft in enumerate(drafts))
         step = Step(items)
         if not waits and speculator._clock.ended is not None:
-            speculator._clock.ended = now[0]  # it was launched before the last one ended
+            speculator._clock.ended = now[0]  # the step was launched before the previous one completed
         speculator.launched(step)
         seconds = cost(step.num_tokens)
         now[0] += seconds
@@ -179,10 +179,10 @@ def simulate(drafter: Chancy, requests: int, row_seconds: float, gap: float, ste
 
 
 @pytest.mark.parametrize(("chance", "requests", "row_seconds", "gap", "least"), [
-    (0.9, 1, 0.0001, 0.0005, 2.5),  # nearly free rows
+    (0.9, 1, 0.0001, 0.0005, 2.5),  # rows are nearly free
     (0.9, 24, 0.0001, 0.0005, 1.5),
     (0.9, 8, 0.01, 0.0005, 0.99),  # every row costs as much as a step
-    (0.0, 4, 0.0001, 0.0005, 0.99),  # nothing is right
+    (0.0, 4, 0.0001, 0.0005, 0.99),  # no draft is right
     (0.3, 4, 0.0001, 0.01, 0.97),  # waiting costs a step
     (0.1, 1, 0.001, 0.001, 0.97),
 ])
@@ -197,7 +197,7 @@ def test_what_pays_is_found_and_what_does_not_is_left(
 @pytest.mark.parametrize("chance", [0.3, 0.5])
 def test_a_prompt_tells_what_rows_cost_before_any_draft_was_verified(
         steps: int, chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five rows cost 4.3 times one. A drafter that is right now and then would seem to pay if they were free."""
+    """A drafter that is rarely right is given up: five rows cost 4.3 times one, which a prompt's step has shown."""
     speed, _ = simulate(Chancy(chance), 1, 0.05, 0.0005, steps, monkeypatch, prompt=60)
     assert speed >= 0.97
 
@@ -205,7 +205,7 @@ def test_a_prompt_tells_what_rows_cost_before_any_draft_was_verified(
 @pytest.mark.parametrize("steps", range(500, 1500, 200))
 @pytest.mark.parametrize("requests", [1, 4])
 def test_trials_lose_little(requests: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter that is right a third of the time, on cores where each row costs as much as the first."""
+    """Trials of a drafter that is right a third of the time cost little even if each row costs as much as the first."""
     speed, _ = simulate(Chancy(0.33), requests, 0.05, 0.0005, steps, monkeypatch, prompt=60)
     assert speed >= 0.985
 
@@ -233,5 +233,5 @@ def test_a_step_that_compiled_does_not_count() -> None:
         costs.note(1, 0.004)
     costs.note(5, 1.5)
     assert costs.at(5) == 0.004
-    costs.note(5, 0.02)  # a second one does, however slow
+    costs.note(5, 0.02)  # a second slow measurement is accepted
     assert costs.at(5) == 0.02

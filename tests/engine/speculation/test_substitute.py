@@ -1,4 +1,4 @@
-"""Layers that stream are drafted for by rounded copies of them: text and log probabilities stay the same."""
+"""Streamed layers are drafted for by rounded copies of them: text and log probabilities stay the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spillover.errors import SpilloverError
 from support.models.text_model import write_text_model
 
 COUNT = 16
-# Layers pass through an arena that stands for the device; of its blocks there are few.
+# Layers stream through an arena that stands in for device memory; it has room for few blocks.
 STREAMED: dict[str, Any] = {"gpu_memory": "1.7MB", "max_num_seqs": 4, "max_num_batched_tokens": 32}
 CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "streamed": ("int4", STREAMED),
@@ -42,7 +42,7 @@ def load(model: Path, rounded: str | None = None, **flags: Any) -> LLM:
 
 
 def requests(seed: int, sampled: bool = True) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
-    """Prompts some of which begin alike, and any kind of sampling."""
+    """Return prompts, some with a shared prefix, and sampling parameters of any kind."""
     rng = random.Random(seed)
     shared = [rng.randrange(256) for _ in range(24)]
     prompts, params = [], []
@@ -75,7 +75,7 @@ def test_any_request_is_the_same_with_and_without(model: Path, plain: list[list[
     prompts, params = requests(1)
     rounded, flags = CONDITIONS[condition]
     with load(model, rounded, **flags) as llm:
-        for _ in range(2):  # the second time with prefixes from the cache, or from a tier
+        for _ in range(2):  # the second time with prefixes from the cache or a tier
             found = llm.generate(prompts, params, use_tqdm=False)
             for mine, theirs in zip(found, plain, strict=True):
                 assert facts(mine) == theirs
@@ -127,7 +127,7 @@ def test_streams_that_are_left_early_harm_nobody(model: Path) -> None:
 
 
 def test_copies_move_with_the_weights_that_they_share(model: Path) -> None:
-    """As when an engine sleeps: afterwards nothing of the memory that was given back is held."""
+    """When weights move, as in an engine that sleeps, so do the copies, and no freed memory stays referenced."""
     with load(model, "int4") as llm:
         runner = llm.engine.runner
         assert isinstance(runner, CpuRunner)

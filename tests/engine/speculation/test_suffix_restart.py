@@ -1,4 +1,4 @@
-"""What was said before a restart drafts after it, as if there had been none; never across salts."""
+"""Text generated before a restart is used for drafts after it, as without a restart; never across salts."""
 
 from __future__ import annotations
 

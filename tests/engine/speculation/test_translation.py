@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer sees the same text, and what it drafts is said in the model's own tokens."""
+"""A draft model with another tokenizer sees the same text, and its drafts are translated to the target's tokens."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def byte_level(size: int, text: str) -> tokenizers.Tokenizer:
 
 
 def sentence_pieces(size: int, text: str) -> tokenizers.Tokenizer:
-    """Return a tokenizer like Llama 2's: a space before the text, and bytes for what it has no tokens for."""
+    """Return a tokenizer like Llama 2's: a space before the text, and bytes for text without tokens."""
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.train_from_iterator([text], trainers.BpeTrainer(
         vocab_size=size, special_tokens=["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
         show_progress=False))
-    written = json.loads(backend.to_str())  # where bytes are ordinary tokens, not ones that a text may name
+    written = json.loads(backend.to_str())  # there, bytes are ordinary tokens, not added ones that a text may contain
     written["added_tokens"] = [token for token in written["added_tokens"] if not token["content"].startswith("<0x")]
     return tokenizers.Tokenizer.from_str(json.dumps(written))
 
@@ -92,7 +92,7 @@ def test_the_draft_model_sees_the_same_text_whenever_it_looks(target_kind: str, 
 @given(kinds, kinds, texts, st.integers(1, 12), st.randoms(use_true_random=False))
 def test_a_draft_that_is_right_is_right_in_the_models_tokens_too(target_kind: str, draft_kind: str, text: str,
                                                                 count: int, rng: random.Random) -> None:
-    """If the draft model says what comes, so do the translated tokens; the last of them may be part of a longer one."""
+    """If the draft is right, so are the translated tokens; the last one may be part of a longer token."""
     target, draft = TOKENIZERS[target_kind], TOKENIZERS[draft_kind]
     vocabulary = TranslatedVocabulary(target, draft)
     ids = target.encode(text, add_special_tokens=False)
@@ -101,7 +101,7 @@ def test_a_draft_that_is_right_is_right_in_the_models_tokens_too(target_kind: st
     side = vocabulary.side(request)
     whole = draft.encode(text, add_special_tokens=False)
     if whole[:len(side.token_ids)] != side.token_ids.tolist():
-        return  # the text so far ends within one of the draft model's tokens
+        return  # the text so far ends within a token of the draft model
     coming = whole[len(side.token_ids):len(side.token_ids) + count]
     found = list(vocabulary.to_target(request, coming))
     assert found[:-1] == ids[known:known + len(found)][:-1]
@@ -121,7 +121,7 @@ def test_the_end_of_a_text_is_translated() -> None:
 
 
 def test_another_vocabulary_drafts_and_the_text_is_the_same(tmp_path: Path) -> None:
-    """The draft model is the model itself, with its tokens in another order: of ordinary letters it knows all."""
+    """The text is the same with a draft model that is the target with permuted tokens for ordinary letters."""
     target, draft = tmp_path / "target", tmp_path / "draft"
     for folder in (target, draft):
         write_text_model(folder)

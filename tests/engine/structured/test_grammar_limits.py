@@ -1,4 +1,4 @@
-"""A grammar that is too much for the compiler is refused within its limits, and nothing else waits for it or pays."""
+"""A grammar too expensive to compile is rejected within its limits, without delay or cost for other requests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_bombs_are_refused_and_small_grammars_go_past_them(compiler: GrammarComp
         with pytest.raises(GrammarRefused) as refusal:
             future.result(timeout=120)
         assert "\n" not in str(refusal.value) or "does not compile" in str(refusal.value)
-    # Each bomb had a short turn before the small ones, at most; the long turns came after.
+    # Each bomb runs for at most a short time slice before the small grammars; the long ones come later.
     assert "bomb" in order[order.index("small"):]
     assert resident() - before < 64 * 2**20
     refused = dict(compiler.stats().refused)
@@ -95,7 +95,7 @@ def test_what_is_kept_is_given_up_oldest_first(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(structured, "LEAST_BYTES", 6 * 2**20)
     compiler = GrammarCompiler(byte_level(), GrammarLimits(5.0, 16 * 2**20))
     try:
-        for name in ("a", "b", "c", "b", "a"):  # two fit: c drives a out, a drives c out
+        for name in ("a", "b", "c", "b", "a"):  # two fit: c evicts a, a evicts c
             compiler.compile(StructuredOutputs(choice=(name,)))
             assert compiler.stats().kept_bytes <= 16 * 2**20
         assert (compiler.stats().compiled, compiler.stats().reused) == (4, 1)
@@ -107,7 +107,7 @@ def test_the_trial_process_may_die_and_leaves_with_its_owner(compiler: GrammarCo
     first = compiler._trials.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    for attempt in range(100):  # until its death is known
+    for attempt in range(100):  # until its death is noticed
         try:
             compiler.compile(StructuredOutputs(choice=(f"again {attempt}",)))
             break

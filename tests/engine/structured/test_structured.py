@@ -1,4 +1,4 @@
-"""Whatever the logits, an output under a mask fits what was asked for; what cannot be compiled is refused."""
+"""Whatever the logits, masked output matches the grammar; what cannot be compiled is rejected."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def nested(depth: int) -> dict[str, object]:
 
 
 def chain(length: int, wrap: int = 0) -> dict[str, object]:
-    """Definitions each of which leads to the next."""
+    """Return a chain of definitions, each of which refers to the next."""
     definitions: dict[str, object] = {f"d{length}": {"type": "string"}}
     for i in range(length):
         inner: dict[str, object] = {"$ref": f"#/$defs/d{i + 1}"}
@@ -189,7 +189,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(outputs: dict[str, o
 
 
 def test_the_deepest_schemas_and_grammars_let_through_compile() -> None:
-    """Also on a thread with a small stack, as a server's may be."""
+    """The deepest accepted schemas and grammars compile, also on a thread with a small stack, as a server's may be."""
     rules = 4000
     lark = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(rules)) + f'r{rules}: "a"'
     made: list[Grammar] = []

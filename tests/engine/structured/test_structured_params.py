@@ -1,4 +1,4 @@
-"""What may be passed as structured_outputs, and the sentence for what may not."""
+"""The accepted values of structured_outputs, and the error message for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real engines over one shared pool: the same tokens whoever computed a prefix, and whoever of them was killed."""
+"""Real engines share one pool: the same tokens whichever engine computed a prefix, and whichever was killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.pool_process import PoolProcess, mapped_pools
 
 BLOCK = 8
 LENGTH = 6
-WHOLE = 112  # tokens of a prompt of 120 that are restored: whole blocks, and one token is always computed
+WHOLE = 112  # tokens restored of a prompt of 120: whole blocks, and at least one token is always computed
 PARAMS = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 
 
@@ -35,7 +35,7 @@ class Tiny:
         return LLM(self.path, **{**options, **flags})
 
     def ask(self, llm: LLM, prompt: list[int], salt: str | None = None) -> int:
-        """Return how many tokens of a right answer's prompt came from the pool."""
+        """Check the answer to a prompt; return how many prompt tokens came from the pool."""
         output = llm.generate(prompt, PARAMS, use_tqdm=False, cache_salt=salt)[0]
         assert output.outputs[0].token_ids == greedy(self.hf, prompt, LENGTH)
         assert output.sources.total == len(prompt)
@@ -56,7 +56,7 @@ def pool() -> Iterator[PoolProcess]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not lose a block because the owner took a moment."""
+    """Lengthen timeouts, so that no block is lost because the pool's process is slow on a busy machine."""
     monkeypatch.setattr(tier, "TIMEOUT_SECONDS", 20.0)
     monkeypatch.setattr(tier, "LOOKUP_SECONDS", 20.0)
     monkeypatch.setattr(spiller, "PATIENCE_SECONDS", 30.0)
@@ -146,7 +146,7 @@ def test_a_stopped_owner_holds_nobody_up(tiny: Tiny, pool: PoolProcess, monkeypa
 
 
 def test_two_models_in_one_full_pool(tiny: Tiny, tmp_path: Path) -> None:
-    """Windowed layers and plain ones, blocks of different sizes, in a pool that holds a few prompts of each."""
+    """Two models, one with windows, share a pool that holds a few prompts of each; their blocks differ in size."""
     other = Tiny(tmp_path, "gpt_oss", seed=7)
     asked = prompts(5, seed=4)
     with PoolProcess(1 << 20) as pool, tiny.open(pool, num_gpu_blocks_override=40) as one, \
@@ -168,7 +168,7 @@ def test_pool_disk_and_host_memory_together(tiny: Tiny, pool: PoolProcess, tmp_p
             tiny.ask(llm, prompt)
     pool.kill()
     pool.start()
-    with tiny.open(pool, disk=(f"{tmp_path / 'kv'}:20MB",)) as llm:  # from the disk, and so into the new pool
+    with tiny.open(pool, disk=(f"{tmp_path / 'kv'}:20MB",)) as llm:  # from the disk, and thereby into the new pool
         assert [tiny.ask(llm, prompt) for prompt in asked] == [0] * 4
         assert llm.engine.scheduler.connector.reports()[-1].hit_tokens == 4 * WHOLE
     with tiny.open(pool) as llm:

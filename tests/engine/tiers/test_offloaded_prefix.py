@@ -1,4 +1,4 @@
-"""Cold blocks on their way to attention: every layer sees them in order and decoded, whatever the last step left."""
+"""Cold blocks copied for attention: every layer sees them in order and decoded, whatever the previous step left."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_layer_sees_all_cold_blocks_in_order(
     counts: list[int], layers: int, block_size: int, dtype: torch.dtype, kind: str | None, segment: int, plain: bool,
     seed: int,
 ) -> None:
-    """`counts`: cold blocks of one step after the other, sharing some with the step before."""
+    """`counts`: number of cold blocks of each step; some are shared with the step before."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     pool = torch.zeros(3, layers, 2, HEADS, block_size * DIM, dtype=dtype)
     codec = None if kind is None else KVCodec(layers, HEADS, block_size, DIM, dtype, kind)
@@ -86,7 +86,7 @@ def test_every_layer_sees_all_cold_blocks_in_order(
                     assert part.is_contiguous()
                     seen.append(part.clone())
                     if rng.random() < 0.2:
-                        time.sleep(0.001)  # the next copy ends while this one is read
+                        time.sleep(0.001)  # the next copy completes while this one is read
                     assert torch.equal(part, seen[-1])
                 assert all(len(part) % split_blocks(block_size) == 0 for part in seen[:-1])
                 assert torch.equal(torch.cat(seen), wanted[:, layer])

@@ -1,4 +1,4 @@
-"""The KV pool gives its memory back while the engine sleeps, and is the same afterwards."""
+"""The KV pool frees its memory while the engine sleeps, and has the same content afterwards."""
 
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from spillover.models.layers import KVViews
 
 
 class Host:
-    """Copies that are only counted."""
+    """A host that only counts the copied blocks."""
 
     def __init__(self) -> None:
         self.blocks = 0

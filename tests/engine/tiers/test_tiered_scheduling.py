@@ -1,4 +1,4 @@
-"""Conversations over a device pool far too small for them, with KV going down to other tiers and coming back."""
+"""Conversations over a device pool far too small for them, with KV spilled to other tiers and restored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def disk(wake: Callable[[], None]) -> DictTier:
 
 
 class Faults:
-    """Says of a copy that it fails, at this rate, and counts."""
+    """Decides at a given rate that a copy fails, and counts the failures."""
 
     def __init__(self, seed: int, rate: float) -> None:
         self.injected = 0
@@ -62,7 +62,7 @@ def test_an_evicted_prefix_comes_back(place: str, windows: tuple[int | None, ...
     assert first.sources is not None
     assert first.sources.computed == 41
     for seed in range(2, 5):
-        world.ask(prompt(seed, 60))  # push it out
+        world.ask(prompt(seed, 60))  # evicts the first prompt
     again = world.ask(prompt(1, 41))
     assert again.sources is not None
     found = again.sources.host + again.sources.pool + again.sources.disk + again.sources.remote
@@ -74,7 +74,7 @@ def test_an_evicted_prefix_comes_back(place: str, windows: tuple[int | None, ...
 
 
 def conversations(world: World, rng: random.Random, count: int, rounds: int, abort: float) -> int:
-    """Multi-turn: every round asks with all that was said before. Returns how many answers were checked."""
+    """Run conversations in which every round sends all previous turns; return the number of checked answers."""
     histories = [prompt(1000 + i, rng.randrange(5, 40)) for i in range(count)]
     checked = 0
     for _ in range(rounds):
@@ -107,20 +107,20 @@ def conversations(world: World, rng: random.Random, count: int, rounds: int, abo
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("mode", ["always", "auto", "auto slow", "eager"])
 def test_conversations(place: str, mode: str) -> None:
-    """Whatever goes down and comes back, every token is the one that a run without a cache draws."""
+    """Whatever is spilled and restored, every token equals that of a run without a cache."""
     rng = random.Random(f"{place}{mode}")
     world = World(restore=mode.split()[0] if mode != "eager" else "always", eager=mode == "eager",
                   prefill_seconds=1e-5 if mode == "auto slow" else 1e-3, rates={"disk": 1e5, "remote": 1e5},
                   **PLACES[place])  # type: ignore[arg-type]
     assert conversations(world, rng, 12, 4, 0.01) > 30
     assert world.link.copied_out > 0
-    if not mode.startswith("auto") and place != "small host":  # those may find nothing worth loading
+    if not mode.startswith("auto") and place != "small host":  # in those, possibly nothing is worth loading
         assert world.link.copied_in > 0
     world.close()
 
 
 def test_conversations_of_a_model_that_has_windows_alone() -> None:
-    """Of a restored prefix the blocks behind every window need not be loaded, and count as found where they lie."""
+    """Blocks of a restored prefix before every window need not be loaded, and count as found in their tier."""
     world = World(windows=(6,), host=400)
     assert conversations(world, random.Random(3), 12, 4, 0.01) > 30
     assert world.link.copied_in > 0
@@ -148,7 +148,7 @@ def test_a_long_prefix_is_computed_from_the_front_and_loaded_from_the_back() -> 
     world.ask(text)
     for seed in range(2, 6):
         world.ask(prompt(seed, 200))
-    world.connector.cost.token_seconds = 1e-3 / SIZE  # as if it took as long as loading does
+    world.connector.cost.token_seconds = 1e-3 / SIZE  # as if computing took as long as loading
     world.store.rates["disk"] = SIZE * 6 / 1e-3
     again = world.ask(text)
     assert again.sources is not None
@@ -254,11 +254,11 @@ def test_closing_writes_what_only_memory_has_to_the_tiers_that_last() -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("place", ["host", "all"])
 def test_a_sequence_longer_than_the_device(place: str, overlap: bool) -> None:
-    """Its first blocks wait in host memory and every step reads them from there."""
+    """The first blocks of a sequence longer than the device stay in host memory, where every step reads them."""
     options = {"host": {"host": 100}, "all": {"host": 100, "tiers": [disk, remote]}}[place]
     world = World(80, overlap=overlap, tokens=32, **options)  # type: ignore[arg-type]
     short = world.ask(prompt(3, 30))
-    long = world.ask(prompt(1, 350), max_tokens=40)  # 98 blocks of 4, 80 there are
+    long = world.ask(prompt(1, 350), max_tokens=40)  # 98 blocks of 4 tokens; the device has 80
     assert long.finish_reason == "length"
     assert len(long.output_token_ids) == 40
     assert any(item.host_blocks for step in world.runner.steps for item in step.items)
@@ -296,14 +296,14 @@ def test_a_long_sequence_survives_a_failing_link_or_ends_cleanly() -> None:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 10)], ids=["full", "window"])
 def test_a_preempted_request_takes_its_blocks_up_again(windows: tuple[int | None, ...]) -> None:
-    """Its blocks go down as others take their place, and come back instead of being computed."""
+    """A preempted request's blocks are spilled when others need the space, and restored rather than recomputed."""
     world = World(40 * len(windows), windows, host=400, tokens=64, margin=20)
     requests = [world.request(prompt(i, 50), 60) for i in range(4)]
     deadline = time.monotonic() + PATIENCE
     while world.engine.has_work:
         world.engine.step()
         world.scheduler.check()
-        while world.kv.num_in_flight:  # a step takes no time here, and would outrun every copy
+        while world.kv.num_in_flight:  # a simulated step takes no time, and would outrun every copy
             world.connector.poll()
             world.engine.wait(0.002)
             assert time.monotonic() < deadline, "a copy hangs"
@@ -318,7 +318,7 @@ def test_a_preempted_request_takes_its_blocks_up_again(windows: tuple[int | None
 
 @pytest.mark.parametrize("decoding", [0, 2])
 def test_copies_leave_blocks_to_those_that_decode(decoding: int) -> None:
-    """A prompt does not take the last free blocks: of those it could evict, the end is in flight."""
+    """A prompt does not take the last free blocks, because the last of those that it could evict are in flight."""
     world = World(12, host=400)
     gate = threading.Event()
     copy_out = world.link.copy_out
@@ -332,11 +332,11 @@ def test_copies_leave_blocks_to_those_that_decode(decoding: int) -> None:
     kv.admit("old", tokens := prompt(1, 32))
     assert kv.extend("old", 32)
     kv.commit("old", tokens, 32)
-    kv.release("old")  # eight blocks that may go, the last of them first
+    kv.release("old")  # eight evictable blocks, the last one first
     world.connector.reserve(decoding)
     kv.admit("prompt", prompt(2, 32))
     assert kv.extend("prompt", 16, urgent=False) == (decoding == 0)
-    world.connector.poll()  # copies begin, and none ends
+    world.connector.poll()  # copies begin, and none completes
     kv.admit("decode", prompt(3, 4))
     assert kv.extend("decode", 4) == (decoding > 0)
     world.check()
@@ -348,7 +348,7 @@ def test_copies_leave_blocks_to_those_that_decode(decoding: int) -> None:
 
 
 def test_blocks_that_were_lost_are_told() -> None:
-    """A request that decodes takes blocks that were not copied yet; the nearest tier's report says so."""
+    """If a decoding request takes blocks that were not copied yet, the nearest tier's report counts them as dropped."""
     for place in ("host", "disk"):
         world = World(8, **PLACES[place])  # type: ignore[arg-type]
         kv = world.kv
@@ -364,7 +364,7 @@ def test_blocks_that_were_lost_are_told() -> None:
 
 
 def test_prompts_put_copies_off_while_there_is_room() -> None:
-    """A step with part of a prompt leaves copies to those that only decode, unless blocks run short."""
+    """A step with part of a prompt leaves copies to steps that only decode, unless blocks run short."""
     world = World(200, host=400, tokens=36, margin=100)
     poll, during = world.store.poll, 0
 
@@ -382,7 +382,7 @@ def test_prompts_put_copies_off_while_there_is_room() -> None:
         for _ in range(8):
             world.engine.step()
             world.scheduler.check()
-            time.sleep(0.0005)  # a step takes no time here, and would outrun every copy
+            time.sleep(0.0005)  # a simulated step takes no time, and would outrun every copy
     world.run()
     mixed = sum(step.has_prefill for step in world.runner.steps)
     assert during < mixed / 4
@@ -393,7 +393,7 @@ def test_prompts_put_copies_off_while_there_is_room() -> None:
 
 @pytest.mark.parametrize("place", ["host", "host and disk"])
 def test_a_long_prompt_alone_keeps_copies_going(place: str) -> None:
-    """No step of it only decodes, and yet what it overwrites is copied first."""
+    """A long prompt without any decode steps has blocks copied before it overwrites them."""
     world = World(60, tokens=16, **PLACES[place])  # type: ignore[arg-type]
     for seed in range(1, 5):
         world.ask(prompt(seed, 200), 1)

@@ -1,4 +1,4 @@
-"""A real (tiny) model over a starved device pool: whatever tier a prefix comes back from, the tokens are the same."""
+"""A real (tiny) model with too small a device pool: the tokens are the same whichever tier restores a prefix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.models.hf_reference import VOCAB, save_checkpoint, tiny_model
 from support.pool_process import PoolProcess
 
 BLOCK = 8
-POOL = 40  # blocks, and a tenth of what the conversations come to
+POOL = 40  # blocks: a tenth of what the conversations need
 PATIENCE = 120.0
 CONVERSATIONS = 200
 
@@ -47,10 +47,10 @@ def ids(rng: random.Random, count: int) -> list[int]:
 
 
 class Run:
-    """Conversations through an engine, with the invariant checked at every step and requests aborted at random."""
+    """Conversations through an engine, with its invariants checked at every step and requests aborted at random."""
 
     def __init__(self, llm: LLM, seed: int, aborts: float) -> None:
-        self.asked: list[tuple[list[int], int, list[int]]] = []  # prompt, length, tokens
+        self.asked: list[tuple[list[int], int, list[int]]] = []  # (prompt, length, tokens)
         self.sources: dict[str, int] = {}
         self._llm = llm
         self._rng = random.Random(seed)
@@ -163,7 +163,7 @@ def hash_of(*names: str) -> int:
 
 
 def test_a_prefix_computed_from_the_front_and_loaded_from_the_back(resident: LLM, model: str, tmp_path: Path) -> None:
-    """The two meet; the tokens are those of a run that computed it all."""
+    """Computing from the front and loading from the back meet; the tokens are those of a run that computed all."""
     if "gpt_oss" in model:
         pytest.skip("with sliding windows a prefix is loaded or computed, never both")
     rng = random.Random(3)
@@ -178,7 +178,7 @@ def test_a_prefix_computed_from_the_front_and_loaded_from_the_back(resident: LLM
         both = 0
         for prompt, right in zip(asked, expected, strict=True):
             connector.cost.step_seconds = 0.0
-            connector.cost.token_seconds = 1e-3  # as long as it takes to load a block's share of them
+            connector.cost.token_seconds = 1e-3  # per token, as long as loading its share of a block takes
             connector.store.rates["disk"] = connector.store.link.slot_bytes / (BLOCK * 1e-3)
             output = llm.generate(prompt, params(8), use_tqdm=False)[0]
             assert output.outputs[0].token_ids == right.outputs[0].token_ids

@@ -1,7 +1,7 @@
-"""Whatever a tier evicts, loses, expires or forgets: what is computed again is stored again, and hits come back.
+"""Whatever a tier evicts, loses, expires or forgets: recomputed blocks are stored again, and hits recur.
 
 Random sequences of faults over prompts that do not fit on the device. After each fault one round of the prompts may
-compute what was lost; the next round finds as much as the last one before the fault. Tokens and KV are checked by the
+recompute what was lost; the next round finds as much as the last one before the fault. Tokens and KV are checked by the
 simulated runner at every read, the pools at every step.
 """
 
@@ -27,13 +27,13 @@ from support.tiered_world import SIZE, World, prompt
 from support.valkey import Valkey
 
 PROMPTS = 6
-BLOCKS = 10  # of each
-NBYTES = SIZE * 6  # of a block
+BLOCKS = 10  # per prompt
+NBYTES = SIZE * 6  # per block
 IDENTITY = bytes(32)
 
 
 class Breakable(Protocol):
-    """A tier and what can happen to it."""
+    """A tier, and operations that break and repair it."""
 
     def make(self, wake: Callable[[], None]) -> Tier: ...
 
@@ -87,7 +87,7 @@ class RealDisk:
         self._disk.evict(1 << 30)
 
     def lose_some(self, rng: random.Random) -> None:
-        """By eviction, or by bits that flip."""
+        """Lose blocks by eviction, or by flipped bits."""
         if rng.random() < 0.5:
             self._disk.evict(rng.randrange(1, 20))
         else:
@@ -136,7 +136,7 @@ class RealRemote:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not lose a block because a copy took a moment."""
+    """Lengthen timeouts, so that no block is lost because a copy is slow on a busy machine."""
     monkeypatch.setattr(spiller, "PATIENCE_SECONDS", 30.0)
     monkeypatch.setattr(store, "LOAD_PATIENCE", 14.0)
 
@@ -153,7 +153,7 @@ def settle(world: World) -> None:
 
 
 def ask_all(world: World, rng: random.Random, prompts: int = PROMPTS) -> int:
-    """Asks every prompt once; returns the tokens that were not computed."""
+    """Send every prompt once; return the number of tokens that were not computed."""
     cached = 0
     for seed in rng.sample(range(prompts), prompts):
         request = world.ask(prompt(seed, BLOCKS * SIZE + 1), max_tokens=1)
@@ -216,7 +216,7 @@ def test_hits_come_back_after_any_fault_of_real_tiers(real: list[Breakable], hos
 
 
 def test_a_full_disk_keeps_storing() -> None:
-    """Half of the prompts fit: whichever were asked last are found, round after round."""
+    """If half of the prompts fit, the most recent ones are found, round after round."""
     tier = Fake("disk", capacity=30)
     world = World(tiers=[tier.make], tokens=64)
     rng = random.Random(0)
@@ -224,8 +224,8 @@ def test_a_full_disk_keeps_storing() -> None:
     stores, rounds = tier.tier.stores, 6
     for _ in range(rounds):
         ask_all(world, rng)
-    # At least six blocks of a round are neither on the device nor in the tier; the last of them may still
-    # be on the device.
+    # At least six blocks of a round are neither on the device nor in the tier; the last of them may still be on the
+    # device.
     assert tier.tier.stores - stores >= 6 * (rounds - 1), "blocks that were computed again were not stored again"
     for seed in (0, 1) * 3:
         last = world.ask(prompt(seed, BLOCKS * SIZE + 1), max_tokens=1)

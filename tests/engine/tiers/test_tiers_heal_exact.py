@@ -1,4 +1,4 @@
-"""Real stores that forget, expire, fill up or are removed under a real engine: the same tokens, and hits come back."""
+"""Real stores that forget, expire, fill up or are removed under a real engine: the same tokens, and hits recur."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 class Asked:
-    """Prompts that do not fit on the device, their answers, and the engine that is asked."""
+    """Prompts that do not fit on the device, their answers, and the engine under test."""
 
     def __init__(self, folder: Path) -> None:
         model, _ = tiny_model("llama", seed=11)
@@ -42,7 +42,7 @@ class Asked:
         return self.llm
 
     def round(self, chosen: int = PROMPTS) -> int:
-        """Asks all; returns the tokens that were not computed."""
+        """Send all prompts; return the number of tokens that were not computed."""
         assert self.llm is not None
         engine, cached = self.llm.engine, 0
         for prompt, answer in list(zip(self.prompts, self.answers, strict=True))[:chosen]:
@@ -72,7 +72,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not lose a block because a copy took a moment."""
+    """Lengthen timeouts, so that no block is lost because a copy is slow on a busy machine."""
     monkeypatch.setattr(spiller, "PATIENCE_SECONDS", 30.0)
 
 
@@ -110,7 +110,7 @@ def test_redis_restarted(asked: Asked, valkey: Valkey) -> None:
     def restart() -> None:
         assert asked.llm is not None
         valkey.kill()
-        asked.round(2)  # it is noticed
+        asked.round(2)  # the engine notices the loss
         valkey.start()
         deadline = time.monotonic() + 30
         while not asked.llm.stats().tiers[-1].available:
@@ -147,7 +147,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_disk_that_fills_up_and_is_cleared(asked: Asked, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its segments are cut, and others take the space, so that every write ends in ENOSPC until they go."""
+    """Segments are truncated and a file fills the disk, so that every write fails with ENOSPC until it is removed."""
     monkeypatch.setitem(DiskTier.__init__.__kwdefaults__, "rest_seconds", 0.0)
 
     def fill() -> None:
@@ -172,6 +172,6 @@ def test_disk_folder_removed_under_load(asked: Asked, tmp_path: Path) -> None:
         asked.round()
         assert asked.round() == WHOLE
     with asked.open(disk=(f"{folder}:20MB",)):
-        shutil.rmtree(folder)  # before the first of its segments is opened
+        shutil.rmtree(folder)  # before the first segment is opened
         asked.round()
         assert asked.round() == WHOLE

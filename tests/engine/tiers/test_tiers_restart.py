@@ -1,4 +1,4 @@
-"""Stored KV outlives the process that computed it, even one killed while it writes, and is found by its equals only."""
+"""Stored KV outlives the process that computed it, even if killed while writing, and is found only by equal models."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def load(path: str, **flags: Any) -> LLM:
 
 
 def ask(llm: LLM, tiny: Tiny, prompt: list[int], salt: str | None = None) -> dict[str, int]:
-    """Tokens by source, of an answer that is the right one."""
+    """Check the answer to a prompt; return its number of tokens by source."""
     output = llm.generate(prompt, PARAMS, use_tqdm=False, cache_salt=salt)[0]
     assert output.outputs[0].token_ids == tiny.expected(prompt)
     sources = {name: getattr(output.sources, name) for name in ("computed", "device", "host", "disk", "remote")}
@@ -92,7 +92,7 @@ def test_a_clean_end_leaves_everything_on_disk(tiny: Tiny, tmp_path: Path) -> No
         for prompt in asked:
             assert ask(llm, tiny, prompt)["disk"] == 0
     with load(tiny.path, disk=(disk,)) as llm:
-        assert [ask(llm, tiny, prompt)["disk"] for prompt in asked] == [112] * 6  # of 120; one token is always computed
+        assert [ask(llm, tiny, prompt)["disk"] for prompt in asked] == [112] * 6  # of 120; one is always computed
 
 
 def test_only_equals_find_it(tiny: Tiny, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -139,7 +139,7 @@ def test_two_engines_share_a_remote_store(tiny: Tiny, valkey: Valkey) -> None:
 
 @pytest.mark.parametrize("pool", [{}, {"kv_cache_dtype": "int8"}], ids=str)
 def test_four_bits_in_every_tier(tiny: Tiny, tmp_path: Path, valkey: Valkey, pool: dict[str, str]) -> None:
-    """Host memory, disk and a remote store hold and move codes, about a quarter of 16 bits or half of 8."""
+    """Host memory, disk and a remote store hold and move codes of about a quarter of 16 bits, or half of 8."""
     (prompt,) = prompts(1, seed=5)
     first, folder = None, tmp_path / "kv"
     tiers = {"disk": {"disk": (f"{folder}:50MB",)}, "remote": {"remote": valkey.url}}
@@ -171,7 +171,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_a_bit_that_flips_on_disk_is_computed_again(tiny: Tiny, tmp_path: Path) -> None:
-    """One bit of every stored block: each is noticed, computed again, and stored again."""
+    """With one bit of every stored block flipped, each block is detected, recomputed, and stored again."""
     folder, asked = tmp_path / "kv", prompts(4)
 
     def found(**flags: Any) -> list[int]:
@@ -188,7 +188,7 @@ def test_a_bit_that_flips_on_disk_is_computed_again(tiny: Tiny, tmp_path: Path) 
 
 
 def flip_a_bit_of_every_block(folder: Path) -> int:
-    """Returns how many blocks it changed."""
+    """Flip a bit of every stored block; return the number of blocks."""
     rng, flipped = random.Random(1), 0
     for cache in find_caches(folder):
         for segment in cache.segments(writable=True):

@@ -1,4 +1,4 @@
-"""Experts of a CUDA device, on the CPU with the kernels' references: whoever brings them, the mixture is the same."""
+"""Experts on a CUDA device, on the CPU with reference kernels: however they are fetched, the mixture is the same."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from support import starved
 from support.models.loading import dummy_weights
 
 PAGED_TOKENS = 2
-UNIT = 2.0**-24  # the most that one rounding of float32 changes a number by, relative to it
-SIGMAS = 4  # orders differ by about half of one
+UNIT = 2.0**-24  # the largest relative error of one float32 rounding
+SIGMAS = 4  # two orders of summation differ by about half of one
 
 
 def rounding(x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool,
              limit: float | None) -> Tensor:
-    """[T, H]: how far roundings move a mixture, whatever the order of its sums, which is the width of vectors.
+    """Return [T, H]: how far rounding moves a mixture, for any order of its sums, which depends on the vector width.
 
-    The roundings of n products that are added up, of either sign, come to UNIT * sqrt(n) times the root of the
-    products' squares. What one linear is off by the next one multiplies; independent errors add in squares.
+    The rounding errors of a sum of n products of either sign amount to UNIT * sqrt(n) times the root of the sum of the
+    products' squares. A linear multiplies the error of the one before it; independent errors add in squares.
     """
     best, ids = scores.topk(k)
     shares = best.softmax(-1) if renormalize else scores.softmax(-1).gather(-1, ids)
 
     def product(rows: Tensor, stack: Experts, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The product, its rounding squared, and the weights squared."""
+        """Return the product, the square of its rounding error, and the squared weights."""
         weight = stack.expert(index, torch.float32)
         bias = torch.zeros(len(weight)) if stack.bias is None else stack.bias[index]
         squares = rows.square() @ weight.square().T + bias.square()
@@ -61,8 +61,8 @@ def rounding(x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int,
             gate, up = both[:, 0::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit) + 1
             gate_error, up_error = error[:, 0::2], error[:, 1::2]
             h = gate * (1.702 * gate).sigmoid() * up
-        # Either gate's slope is at most 1.1, and it is no larger than its argument; e^x is off by as many roundings as
-        # its argument is large.
+        # The slope of either gate is at most 1.1, and its value at most its argument; e^x has as many rounding errors
+        # as its argument is large.
         own = (2 + 2 * gate.abs()) * UNIT * h
         off = 1.21 * gate_error * up.square() + gate.square() * up_error + own.square()
         out, error, weight = product(h, second, index)
@@ -132,7 +132,7 @@ def test_missing_experts_are_fetched_or_stream_past(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "quota"), [("gpt-oss", 5), ("qwen3-moe", 9)])
 def test_a_step_of_many_tokens_fetches_each_missing_expert_once(name: str, quota: int) -> None:
-    """Also where it asks for more experts than its layers have slots, of which some are lent."""
+    """Each missing expert is fetched once, also with fewer slots than experts needed, and with some slots lent."""
     model = Model(name, [quota, quota + 1], 4)
     experts = model.paged(paged_tokens=40)
     lent = [(layer, experts.lend(layer, 2)) for layer in (0, 1)]
@@ -141,7 +141,7 @@ def test_a_step_of_many_tokens_fetches_each_missing_expert_once(name: str, quota
     assert experts.paged_tokens == 40
     model.check(experts, steps=5, seed=11)
     traffic = experts.traffic
-    assert traffic.bytes_moved == traffic.expert_misses * model.record.nbytes  # nothing streamed
+    assert traffic.bytes_moved == traffic.expert_misses * model.record.nbytes  # nothing was streamed
     assert traffic.expert_misses + traffic.expert_hits <= 5 * 2 * model.config.num_experts
     for layer, slots in lent:
         assert bool((experts.arena.slots[slots.start : slots.stop] == 255).all()) or not slots
@@ -203,21 +203,21 @@ def test_slots_can_be_lent_and_given_back(name: str) -> None:
     experts = model.paged()
     k = model.config.experts_per_token
     lent = [(layer, experts.lend(layer, 2)) for layer in (0, 1) for _ in range(12)]
-    assert sum(len(slots) for _, slots in lent) == 2 * (model.quotas[0] - k - 1)  # what a token may need stays
+    assert sum(len(slots) for _, slots in lent) == 2 * (model.quotas[0] - k - 1)  # slots that a token may need stay
     assert not lent[-1][1]
-    assert experts.paged_tokens == min(PAGED_TOKENS, (k + 1 + 4) // k)  # and steps of more tokens stream
+    assert experts.paged_tokens == min(PAGED_TOKENS, (k + 1 + 4) // k)  # steps of more tokens stream
     for _, slots in lent:
         experts.arena.slots[slots.start : slots.stop].fill_(255)
     model.check(experts, steps=8, seed=6)
     for layer, slots in lent:
-        assert bool((experts.arena.slots[slots.start : slots.stop] == 255).all())  # nobody wrote there
+        assert bool((experts.arena.slots[slots.start : slots.stop] == 255).all())  # no expert was written there
         experts.give_back(layer, slots)
     assert experts.paged_tokens == PAGED_TOKENS
     model.check(experts, steps=8, seed=7)
 
 
 def test_loans_come_and_go_between_steps() -> None:
-    """Steps that stream know of them without asking the device, and those that page change what it has in between."""
+    """Loans may change between steps: streaming steps see them without reading the device; paging alters the table."""
     model, rng = Model("qwen3-moe", [12, 12], 4), random.Random(10)
     experts = model.paged()
     lent: list[tuple[int, range]] = []
@@ -225,7 +225,7 @@ def test_loans_come_and_go_between_steps() -> None:
         layer = rng.randrange(2)
         slots = experts.lend(layer, rng.randint(1, 4)) if rng.random() < 0.6 else range(0)
         if slots:
-            experts.arena.slots[slots.start : slots.stop].fill_(255)  # an expert there would be no number
+            experts.arena.slots[slots.start : slots.stop].fill_(255)  # NaN, if read as an expert
             lent.append((layer, slots))
         elif lent:
             experts.give_back(*lent.pop(rng.randrange(len(lent))))
@@ -244,7 +244,7 @@ def test_a_graph_is_good_while_the_page_table_stays() -> None:
         return experts.graph_version(rows)
 
     assert version(PAGED_TOKENS) == 0
-    assert experts.graph_version(33) is None  # what streams is not planned yet
+    assert experts.graph_version(33) is None  # what to stream is not planned yet
     first = version(33)
     assert first
     assert version(64) == version(33) == first
@@ -262,9 +262,9 @@ def test_layers_that_pass_keep_every_step_from_being_captured() -> None:
     experts = Model("qwen3-moe", [12, 12], 4).paged()
     graphs = PassingLayers(experts)
     assert graphs.graph_version(1) is None
-    assert graphs.max_unpadded_rows == PAGED_TOKENS  # a padded step would stream, and this one pages
+    assert graphs.max_unpadded_rows == PAGED_TOKENS  # a padded step would stream, but this one pages
     graphs.begin_step(33)
-    assert experts.graph_version(33) == 1  # the experts were told
+    assert experts.graph_version(33) == 1  # begin_step reached the experts
 
 
 def test_steps_follow_recorded_routing() -> None:
@@ -286,4 +286,4 @@ def test_steps_follow_recorded_routing() -> None:
 def test_link_and_host_share_what_is_missing() -> None:
     assert [best_split(missing, 260e-6, 180e-6) for missing in range(5)] == [0, 0, 1, 2, 2]
     assert best_split(4, 100e-6, 10.0) == 0
-    assert best_split(4, 10.0, 1e-6) == 3  # one always comes to the device
+    assert best_split(4, 10.0, 1e-6) == 3  # at least one expert is fetched to the device

@@ -1,4 +1,4 @@
-"""KV takes slots of experts as contexts grow, and gives them back: no token changes, and every block has one owner."""
+"""KV borrows expert slots as contexts grow, and returns them: no token changes, and every block has one owner."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_contexts_that_outgrow_their_blocks_take_slots(name: str, caching: bool,
         assert found == whole
         assert most[0] > 0
         assert llm.engine.runner.weights.traffic().expert_misses > 0
-        assert loans.blocks == 0  # all is back once nobody needs it
+        assert loans.blocks == 0  # all loans are returned once unused
         assert lender.slots == 0
         llm.engine.runner.weights.experts.slots.cache.check()
         llm.engine.scheduler.kv.check()
@@ -73,7 +73,7 @@ def test_a_block_lies_in_one_run_of_slots_or_in_none(kv_blocks: int, runs: list[
 
 
 class Lender:
-    """Lends what it has, and wants it back whole."""
+    """Lends ranges of blocks, and requires each to be returned whole."""
 
     def __init__(self, loans: list[range]) -> None:
         self.here = loans
@@ -128,7 +128,7 @@ def test_loans_come_and_go_under_any_sequence_of_requests(seed: int, windows: tu
        caching=st.booleans())
 def test_all_loans_are_back_once_nobody_runs(own: int, sizes: list[int], windows: tuple[int | None, ...],
                                              lengths: list[int], caching: bool) -> None:
-    """Whatever the size of a loan beside the cache's own blocks: one may be larger than all of them."""
+    """All loans are returned when no request runs, whatever their size, which may exceed the cache's own blocks."""
     starts = [own + 1 + sum(sizes[:index]) for index in range(len(sizes))]
     lender = Lender([range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
     kv = KVCache(own, 4, windows, prefix_caching=caching, most_blocks=own + sum(sizes), lender=lender)
@@ -166,7 +166,7 @@ def test_a_loan_larger_than_the_planned_blocks_goes_back_with_the_last_request()
 
 @pytest.mark.parametrize("seed", range(4))
 def test_prefixes_in_a_loan_are_spilled_before_it_goes_back(seed: int) -> None:
-    """Blocks that only lay in borrowed bytes are found in the tier below, and none was lost on the way."""
+    """Prefix blocks that were only in borrowed slots are found in the tier below, and none is lost."""
     rng = random.Random(seed)
     lender = Lender([range(start, start + 7) for start in range(25, 67, 7)])
     world = World(24, host=200, tokens=64, most_blocks=70, lender=lender)

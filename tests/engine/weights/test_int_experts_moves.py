@@ -1,4 +1,4 @@
-"""Experts of integers say the same wherever they lie: on the device, streamed, paged or computed on the host."""
+"""Experts in integer codes give the same tokens on the device, streamed, paged or computed on the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS = 4
 
 
 def integer_mixture(folder: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[list[int]]]:
-    """Write a mixture of `bits` whose sizes a grouped product takes; return what transformers says with its numbers."""
+    """Write a mixture of `bits` whose sizes suit a grouped product; return it and transformers' tokens."""
     config = Qwen3MoeConfig(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=128, moe_intermediate_size=128, num_hidden_layers=4,
         num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_experts=24, num_experts_per_tok=2,
@@ -35,7 +35,7 @@ def integer_mixture(folder: Path, bits: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(hf_reference._CONFIGS, "qwen3_moe", lambda: config)
 
     def write(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        matrix = rounded(weight * 4, bits, 32, symmetric=True)  # larger, so that tokens follow from what experts say
+        matrix = rounded(weight * 4, bits, 32, symmetric=True)  # larger weights, so that tokens depend on the experts
         return gptq_tensors(module, matrix, bits, less_one=True), matrix.numbers
 
     model, written, tensors = quantized_model(
@@ -90,6 +90,6 @@ def test_gguf_experts_on_a_card(kinds: tuple[Kind, Kind], tmp_path: Path) -> Non
 
 
 def expert_formats(found: starved.Answers) -> set[type]:
-    """Return the formats of the experts of a resident model, without the one that fixes the order of sums."""
+    """Return the formats of a resident model's experts, unwrapped from the one that fixes the order of summation."""
     formats = [named["experts.down"].format for named in found.weights.parts.values() if "experts.down" in named]
     return {type(form.base if isinstance(form, BatchInvariant) else form) for form in formats}

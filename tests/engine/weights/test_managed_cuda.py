@@ -1,5 +1,5 @@
-"""Managed memory of CUDA against a driver that is made up: never more than the card has free, and pages that leave when
-their room is needed, whatever advice was given."""
+"""Managed memory of CUDA with a simulated driver: never more than the card has free, and pages are evicted when their
+space is needed, whatever the advice."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ LAYERS = 5
 
 
 class MadeUpDriver:
-    """A driver that knows where each page is, and of which copies there are two."""
+    """A driver that knows where each page is, and which pages have two copies."""
 
     def __init__(self, free: int, moves_pages: bool = True) -> None:
         self.free_now = free
         self._moves_pages = moves_pages
         self.memory: dict[int, memoryview] = {}
-        self.here: set[int] = set()  # pages of which the device has a copy
-        self.host: set[int] = set()  # those of which the host has one
+        self.here: set[int] = set()  # pages with a copy on the device
+        self.host: set[int] = set()  # pages with a copy on the host
         self.read_mostly: set[int] = set()
-        self.preferred: set[int] = set()  # at home on the host
-        self.askew = 0  # bytes that memory begins behind a block
+        self.preferred: set[int] = set()  # pages whose preferred location is the host
+        self.askew = 0  # bytes between a block's start and the start of an allocation
 
     def context(self, device: int) -> int:
         return 7
@@ -77,7 +77,7 @@ class MadeUpDriver:
                 self.read_mostly.add(page)
             elif advice == NOT_READ_MOSTLY:
                 self.read_mostly.discard(page)
-                if page in self.here and page in self.host:  # one copy stays
+                if page in self.here and page in self.host:  # only one copy remains
                     (self.here if page in self.preferred else self.host).discard(page)
             elif advice == PREFERRED_LOCATION:
                 self.preferred.add(page)
@@ -94,7 +94,7 @@ class MadeUpDriver:
 
 
 class OnTheHost(CudaManagedMemory):
-    """Hands out the made-up driver's memory as what a CPU computes with."""
+    """Returns the simulated driver's memory as memory that the CPU computes with."""
 
     def allocate(self, nbytes: int) -> Any:
         self.kept = [*getattr(self, "kept", []), super().allocate(nbytes)]

@@ -1,4 +1,4 @@
-"""Weights in managed memory: the tokens of a resident model, within the room of the plan, in whatever order two streams
+"""Weights in managed memory: the tokens of a resident model, within the planned memory, in whatever order two streams
 run."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_a_resident_model(name: str, strategy: str, tmp_path
     assert 0 < found.weights.peak_bytes <= placement.device_bytes
     assert traffic.bytes_moved > placement.managed_bytes
     assert (traffic.bytes_back > 0) == (strategy != "uvm-advise")
-    if strategy == "uvm-prefetch":  # whatever is used has been brought
+    if strategy == "uvm-prefetch":  # everything is prefetched before its use
         assert traffic.faults == 0
     else:
         assert traffic.faults * PAGE > placement.managed_bytes
@@ -65,14 +65,14 @@ def test_tokens_are_those_of_a_resident_model(name: str, strategy: str, tmp_path
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the bytes that are on the "device" after each part was entered."""
+    """Return a list that receives the bytes on the "device" after each part was entered."""
     mapped: list[int] = []
     enter = ManagedWeights.enter
 
     def entered(weights: ManagedWeights, index: int) -> Any:
         pages = weights._pages
         assert isinstance(pages, EmulatedMemory)
-        with pages._counting:  # nothing comes or goes meanwhile
+        with pages._counting:  # no page moves while they are counted
             mapped.append(PAGE * sum(pages.mapped(part.whole) for part in weights._parts))
         return enter(weights, index)
 
@@ -108,12 +108,12 @@ def test_a_pass_over_managed_experts_is_the_mixture_and_touches_no_other(name: s
 
 
 class TwoStreams:
-    """Pages as a device has them, moved by two streams whose turns a test chooses afterwards."""
+    """A device's pages, moved by two streams whose interleaving a test chooses afterwards."""
 
     faults = None
 
     def __init__(self) -> None:
-        self.streams: tuple[list[Any], list[Any]] = ([], [])  # of steps, and ahead
+        self.streams: tuple[list[Any], list[Any]] = ([], [])  # of steps, and of prefetches
 
     def allocate(self, nbytes: int) -> memoryview:
         return map_pages(nbytes)
@@ -137,12 +137,12 @@ class TwoStreams:
         self.streams[False].append(("use", pages))
 
     def run(self, turns: random.Random) -> tuple[int, int]:
-        """Return the most bytes that were on the device, and those that came by being touched."""
+        """Run the streams; return the most bytes on the device, and the bytes that were fetched by page faults."""
         done, here, most, touched = [0, 0], set[int](), 0, 0
         while any(done[each] < len(stream) for each, stream in enumerate(self.streams)):
             ready = [each for each, stream in enumerate(self.streams) if done[each] < len(stream) and not (
                 stream[done[each]][0] == "after" and done[1 - each] < stream[done[each]][1])]
-            stream = turns.choice(ready)  # none: they wait for each other
+            stream = turns.choice(ready)  # empty if the streams wait for each other
             kind, pages = self.streams[stream][done[stream]]
             done[stream] += 1
             if kind == "after":
@@ -165,7 +165,7 @@ def test_no_order_of_streams_brings_more_than_there_is_room_for(strategy: str, m
     plan = WeightPlan("uvm", {}, {}, device_bytes=room * FAULT_AROUND)
     weights = with_experts(ManagedWeights(parts, plan, memory, torch.device("cpu")), plan, experts)
     weights.follow(strategy)
-    for stream in memory.streams:  # of loading
+    for stream in memory.streams:  # discards what loading queued
         stream.clear()
     for _ in range(3):
         rows = rng.choice([1, 8])
@@ -189,7 +189,7 @@ def test_no_order_of_streams_brings_more_than_there_is_room_for(strategy: str, m
 
 
 def with_experts(weights: ManagedWeights, plan: WeightPlan, count: int) -> ManagedWeights:
-    """Return the same parts, each with the pages of n experts behind it."""
+    """Return the same parts, each with the pages of `count` experts added."""
     for index, part in enumerate(weights._parts):
         start = (100 + 10 * index) * FAULT_AROUND
         weights._parts[index] = replace(part, pages=tuple(Pages(start + unit * FAULT_AROUND, FAULT_AROUND)

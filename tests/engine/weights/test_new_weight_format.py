@@ -1,4 +1,4 @@
-"""A weight format that only this file knows: checkpoints in it load, are planned, move, and give the right tokens."""
+"""A weight format defined only in this file: its checkpoints load, are planned, move, and give the right tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ calls = 0
 
 @register
 class Int8Rows(WeightFormat):
-    """Values int8 [N, K] and a scale for every row."""
+    """int8 values [N, K] and a scale per row."""
 
     quant_method = "int8_rows"
 
@@ -45,7 +45,7 @@ class Int8Rows(WeightFormat):
 
 
 def write_checkpoints(folder: Path, name: str) -> tuple[str, str]:
-    """The same numbers as two models: dense, and in int8 wherever a layer has a linear."""
+    """Write the same weights as two models: dense, and in int8 for all linears of the layers."""
     config: dict[str, Any] = starved.MODELS[name]
     built = architecture(config)
     generator = torch.Generator().manual_seed(0)

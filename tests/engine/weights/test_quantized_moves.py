@@ -1,4 +1,4 @@
-"""Quantised checkpoints move in codes, and say the same wherever their weights lie."""
+"""Quantised checkpoints move in codes, and give the same tokens wherever their weights are stored."""
 
 from __future__ import annotations
 

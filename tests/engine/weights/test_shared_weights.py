@@ -1,4 +1,4 @@
-"""Engines whose weights do not fit keep them once, in a shared pool, and say what an engine alone says."""
+"""Engines whose weights do not fit keep one copy in a shared pool, and give the tokens of a single engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def shared_and_own(llm: LLM) -> tuple[int, int, int]:
-    """Bytes of weights in the pool, of these found there, and in the engine's own host memory."""
+    """Return the bytes of weights in the pool, of those found there, and of those in the engine's own host memory."""
     weights = llm.engine.runner.weights
     assert isinstance(weights, PlacedWeights)
     assert weights._shared is not None
@@ -58,7 +58,7 @@ def test_weights_lie_in_the_pool_once(pool: PoolProcess, tmp_path: Path, name: s
             assert pool.report().weights == nbytes, "a second copy"
             assert tokens(two) == alone.tokens
         assert tokens(one) == alone.tokens
-        pool.kill()  # what is mapped stays
+        pool.kill()  # mapped memory stays valid
         assert tokens(one) == alone.tokens
 
 
@@ -72,7 +72,7 @@ def test_an_engine_started_again_finds_them_and_others_make_room(pool: PoolProce
     with LLM(folder, **flags) as llm:
         assert shared_and_own(llm) == (nbytes, nbytes, 0)
         assert tokens(llm) == expected
-    with LLM(folder, **{**flags, "seed": 5}) as llm:  # other weights: not a byte of them is there
+    with LLM(folder, **{**flags, "seed": 5}) as llm:  # other weights: none of them is in the pool
         assert shared_and_own(llm) == (nbytes, 0, 0)
         assert tokens(llm) != expected
 

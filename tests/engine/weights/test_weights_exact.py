@@ -1,4 +1,4 @@
-"""Models larger than their memory say what they say when they fit, whatever brings their weights, and bytes do move."""
+"""Models larger than device memory give the tokens of a resident model, however weights are fetched; bytes do move."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_cpu_offload_gb_keeps_so_much_off_the_device(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(("name", "strategy"), [
     (name, strategy) for name in ("llama", "qwen3-moe", "gpt-oss") for strategy in ("sequential", "experts", "demand")
-    if (name, strategy) != ("llama", "experts")  # a dense model has none
+    if (name, strategy) != ("llama", "experts")  # a dense model has no experts
 ])
 def test_what_host_memory_has_no_room_for_is_read_from_disk(name: str, strategy: str, tmp_path: Path) -> None:
     folder = starved.write_config(tmp_path, name)
@@ -101,7 +101,7 @@ def test_made_up_weights_have_no_disk(tmp_path: Path) -> None:
 
 
 def write_checkpoint(folder: Path, name: str) -> None:
-    """A file with random weights under the names that Hugging Face gives them."""
+    """Write a file of random weights with the names that Hugging Face uses."""
     hf = starved.MODELS[name]
     built = architecture(hf)
     config = built.config(hf)

@@ -1,4 +1,4 @@
-"""Attention over the paged pool: equal to the reference, blind to what it may not see, the same bits in any batch."""
+"""Attention over the paged pool: equal to the reference, blind to masked positions, the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.kernels.sequences import Sequences, sequences
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 def dense(s: Sequences, request: int, window: int | None, sinks: Tensor | None) -> Tensor:
-    """Attention as the textbook has it, in double precision."""
+    """Compute attention by its textbook definition, in double precision."""
     q, k, v = (x[request].double() for x in (s.q, s.k, s.v))
     length, heads, dim = q.shape
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
@@ -51,7 +51,7 @@ def test_prompts_and_steps_equal_the_textbook(
     (heads, kv_heads), dim, block_size = shape
     s = sequences(lengths, heads, kv_heads, dim, block_size, seed)
     sinks = torch.randn(heads, generator=torch.Generator().manual_seed(seed)) if with_sinks else None
-    cuts = [(seed * 7 + 3 * i) % length for i, length in enumerate(lengths)]  # a first chunk, then the rest
+    cuts = [(seed * 7 + 3 * i) % length for i, length in enumerate(lengths)]  # the end of each first chunk
     if first := [(i, 0, cut) for i, cut in enumerate(cuts) if cut]:
         s.run(first, window, sinks)
     out = s.run([(i, cut, length) for i, (cut, length) in enumerate(zip(cuts, lengths, strict=True))], window, sinks)

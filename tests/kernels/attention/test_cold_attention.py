@@ -1,4 +1,4 @@
-"""A prefix that is not in the pool: attended piece by piece, with the bits it would have had in the pool."""
+"""A prefix that is not in the pool: attention processes it in segments, with the bits it would have in the pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compi
 
 
 class Stage:
-    """Blocks taken out of the pool, handed back a few at a time through one buffer that is spoilt in between."""
+    """Blocks removed from the pool, returned a few at a time in one buffer that is overwritten in between."""
 
     def __init__(self, blocks: Tensor, layer: int, sizes: list[int], length: int, resident: Tensor) -> None:
         self.num_blocks = blocks.shape[0]
@@ -45,7 +45,7 @@ class Stage:
 
 
 def make_cold(s: Sequences, cold: int, seed: int) -> Stage:
-    """Takes the first blocks of request 0 away, in segments of random numbers of splits."""
+    """Remove the first blocks of request 0 from the pool, in segments of random numbers of splits."""
     rng, split = torch.Generator().manual_seed(seed), split_blocks(s.block_size)
     sizes, left = [], cold
     while left:
@@ -92,7 +92,7 @@ def test_cold_blocks_give_the_bits_of_resident_ones(
         s.run([(0, 0, first)])
     wanted = run(s, first, length, None, sinks)
     before = torch.get_num_threads()
-    host = s.pool[s.tables[0, :cold].long()].repeat(1, 3, *[1] * 3)  # six layers, of which the last is asked for
+    host = s.pool[s.tables[0, :cold].long()].repeat(1, 3, *[1] * 3)  # six layers, of which the last is used
     stage = make_cold(s, cold, seed) if cold else None
     try:
         torch.set_num_threads(threads)

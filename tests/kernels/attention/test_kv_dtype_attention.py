@@ -1,4 +1,4 @@
-"""Attention over a quantised pool: what it stores, how near it stays, and the same bits in any batch."""
+"""Attention over a quantised pool: what it stores, how accurate it is, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_it_is_attention_over_the_decoded_pool(
     lengths: list[int], shape: tuple[tuple[int, int], int, int], kind: str, seed: int, window: int | None,
     with_sinks: bool,
 ) -> None:
-    """A full-precision pool that holds what the codes mean must give the same, but for rounding."""
+    """The result equals attention over a full-precision pool with the decoded values, except for rounding."""
     (heads, kv_heads), dim, block_size = shape
     s = sequences(lengths, heads, kv_heads, dim, block_size, seed, kind)
     sinks = torch.randn(heads, generator=torch.Generator().manual_seed(seed)) if with_sinks else None
@@ -59,7 +59,7 @@ def test_native_equals_the_reference_on_a_ragged_batch(window: int | None, kind:
     pool = s.pool.clone()
     store_kv(k, v, s.pool[:, 1], batch)
     store_kv_reference(k, v, pool[:, 1], batch)
-    assert torch.equal(s.pool, pool)  # every byte, and none beside those stored
+    assert torch.equal(s.pool, pool)  # all bytes, including those not written
     for sinks in (None, torch.randn(q.shape[1])):
         native_out = attention(q, s.pool[:, 1], batch, 0.2, window, sinks)
         wanted = attention_reference(q, s.pool[:, 1], batch, 0.2, window, sinks)

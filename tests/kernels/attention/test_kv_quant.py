@@ -1,4 +1,4 @@
-"""KV in one byte a value, or four bits: small errors, never NaN, and the same bits whoever encodes."""
+"""KV in one byte or four bits per value: small errors, never NaN, and the same bits from every encoder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SUBNORMAL = 1e-40
 
 
 def draw(shape: tuple[int, ...], seed: int, magnitude: float) -> Tensor:
-    """Values of all sizes up to `magnitude`, with zeros of both signs, whole tokens of zeros, and exact ties."""
+    """Return values of all sizes up to `magnitude`, with zeros of both signs, whole tokens of zeros, and exact ties."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator).clamp(-3, 3) / 3
     x *= 10.0 ** torch.randint(-5, 1, shape, generator=generator)
     x = torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, x)
     x = torch.where(torch.rand(shape, generator=generator) < 0.05, -0.0, x)
-    ties = torch.randint(-254, 255, shape, generator=generator) / 254  # halves of int8 steps once the largest is 1
+    ties = torch.randint(-254, 255, shape, generator=generator) / 254  # halves of int8 steps if the largest is 1
     x = torch.where(torch.rand(shape, generator=generator) < 0.2, ties, x)
     x = torch.where(torch.rand((*shape[:-1], 1), generator=generator) < 0.1, 0.0, x)
     return x * magnitude
@@ -50,8 +50,8 @@ def test_the_error_is_bounded_and_nothing_turns_to_nan(kind: str, seed: int, mag
     peak = x.abs().amax(-1)
     assert (codes[peak == 0] == 0).all()
     assert torch.equal(scales == 0, peak / (448 if kind == "fp8" else 127) == 0)
-    # Three bits of mantissa, or a step of 2^-9 near zero; int8 has steps of one. A scale that is a subnormal float, as
-    # of values around 1e-40, is itself rounded to a step of 1.4e-45, which counts once for every unit of the code.
+    # fp8 has three bits of mantissa, and steps of 2^-9 near zero; int8 has steps of one. A scale that is a subnormal
+    # float, for values around 1e-40, is itself rounded to a step of 1.4e-45, which counts once per unit of the code.
     steps, units = scales.double()[:, None], 448 if kind == "fp8" else 127
     relative = x.double().abs() / 16 if kind == "fp8" else 0.0
     bound = relative + steps * (2**-10 if kind == "fp8" else 0.5) + units * 1.5e-45 + x.double().abs() * 1e-6
@@ -75,7 +75,7 @@ def test_every_code_that_encoding_makes_comes_back_as_itself(kind: str) -> None:
 @given(seed=st.integers(0, 9999), magnitude=st.sampled_from([0.0, 1e-45, SUBNORMAL, 1e-30, 1.0, 65504.0, 1e35]),
        head_dim=st.sampled_from([2, 8, 24, 64, 72, 80, 128]))
 def test_the_error_of_four_bits_is_bounded(seed: int, magnitude: float, head_dim: int) -> None:
-    """A rotation keeps lengths: what a token loses is at most half a step in each of its rotated dimensions."""
+    """A rotation keeps lengths, so a token's error is at most half a step in each of its rotated dimensions."""
     x = draw((5, head_dim), seed, magnitude).mT  # [D, tokens]
     codes, scales = kv_int4.encode(x)
     back = kv_int4.decode(codes, scales)
@@ -84,20 +84,20 @@ def test_the_error_of_four_bits_is_bounded(seed: int, magnitude: float, head_dim
     assert (back[:, (x == 0).all(0)] == 0).all()
     chunk = kv_int4.chunk_of(head_dim)
     top = kv_int4.rotate(x.double()).abs().amax(0)
-    coarse = 7.5 * 2.0**-134  # what the largest code loses where a subnormal scale is rounded to a step of 2**-133
+    coarse = 7.5 * 2.0**-134  # error of the largest code if a subnormal scale is rounded to a step of 2**-133
     bound = (head_dim / chunk) ** 0.5 * (top / 15 * 1.01 + coarse) + 1e-6 * x.double().norm(dim=0)
     assert ((back.double() - x.double()).norm(dim=0) <= bound).all()
 
 
 def test_rotating_spreads_a_large_dimension() -> None:
-    """Keys have dimensions that are ten times the others; without the rotation four bits keep nothing of the rest."""
+    """The rotation preserves small dimensions next to one ten times as large, which keys have."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(64, 200, generator=generator)
     assert torch.equal(kv_int4.rotate(kv_int4.rotate(x.round())), x.round() * 64)
     x[5] += 12
     error = (kv_int4.decode(*kv_int4.encode(x)) - x)[torch.arange(64) != 5].norm(dim=0) / 63**0.5
     assert error.mean() < 0.25
-    plain = x.abs().amax(0) / 15  # half a step without it
+    plain = x.abs().amax(0) / 15  # half a step without the rotation
     assert (error < plain * 0.5).all()
 
 
@@ -129,7 +129,7 @@ def test_native_equals_the_reference_bit_by_bit(
 @needs_native
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_native_reads_every_code(kind: str) -> None:
-    """As keys and as values, in vectors of both widths; but for the two bytes that mean NaN, which nobody writes."""
+    """All codes are read, as keys and as values, in vectors of both widths, except the two NaN codes, never written."""
     for block_size, head_dim in ((16, 32), (8, 72)):
         codec = KVCodec(1, 1, block_size, head_dim, torch.float32, kind)
         slot = torch.zeros(1, 2, 1, head_bytes(block_size, head_dim), dtype=torch.uint8)
@@ -148,7 +148,7 @@ def test_native_reads_every_code(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_a_block_is_encoded_token_by_token(kind: str) -> None:
-    """The layout as it is written down: codes in the block's order, then one little-endian scale a token."""
+    """The layout is as documented: codes in the block's order, then one little-endian scale per token."""
     block_size, head_dim = 8, 3
     x = torch.randn(2, 2, 2, block_size * head_dim)
     slots = encode_blocks(x, block_size, kind)

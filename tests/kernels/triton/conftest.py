@@ -1,4 +1,4 @@
-"""Kernels for CUDA: in Triton's interpreter where there is no GPU, else as tests that need one."""
+"""Kernels for CUDA: run in Triton's interpreter if there is no GPU, otherwise marked as tests that need one."""
 
 from __future__ import annotations
 

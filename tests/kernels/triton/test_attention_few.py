@@ -1,5 +1,5 @@
-"""Attention of few requests in one kernel, emulated where there is no card, has the bits of the kernels that it stands
-for."""
+"""Attention of few requests in one kernel, emulated without a GPU, has the bits of the separate kernels that it
+replaces."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from support.kernels.paged_attention import DEVICE, DTYPES, Case
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 
 EPS = 1e-6
-LENGTHS = [1, 64, 65, 129, 1100]  # about the bounds of tiles, pieces and blocks; one with pieces of two rounds
-# An emulated product, and a product and sum in one of the interpreter, are rounded in other places.
+LENGTHS = [1, 64, 65, 129, 1100]  # near the limits of tiles, pieces and blocks; the last one has pieces of two rounds
+# Emulated products, and multiply-adds in the interpreter, are rounded at other points.
 EXACT = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {"rtol": 2e-3, "atol": 1e-3}
 
 
 def emulated(source: Path, form: Form, device: torch.device, late: bool = True) -> EmulatedModule:
-    """Stand in for the kernels of a card; copies into shared memory end when they are waited for."""
+    """Stand in for a GPU's kernels; if `late`, copies into shared memory complete only when they are waited for."""
     return EmulatedModule(source, form.options, late)
 
 
@@ -74,7 +74,7 @@ class Step:
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size", "window", "sinks", "normed"), [
     (4, 2, 64, 16, None, False, True),
     (4, 2, 64, 32, 100, True, False),
-    (8, 1, 128, 16, None, True, True),  # eights of rows have no room for the new key
+    (8, 1, 128, 16, None, True, True),  # groups of eight rows have no space for the new key
     (15, 1, 64, 16, None, False, False),
     (16, 1, 64, 16, 200, False, True),
     (6, 2, 128, 64, 100, True, True),
@@ -94,7 +94,7 @@ def test_it_is_norm_rotation_store_and_attention(heads: int, kv_heads: int, dim:
 
 
 def test_copies_into_shared_memory_may_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulated copies end when they are waited for otherwise: between the two, nothing may be read or overwritten."""
+    """Results are equal if emulated copies complete at once or when waited for: no data is used in between."""
     step = Step(4, 1, 128, 16, None, False, True, [130, 1100])
     pool = step.case.kv.clone()
     late = step.few(pool)
@@ -119,7 +119,7 @@ def test_a_request_has_the_same_bits_beside_another() -> None:
 
 
 def test_items_that_do_not_count_are_left_out() -> None:
-    """A CUDA graph has programs for the most items that there can be."""
+    """Padding items are skipped: a CUDA graph has programs for the maximum number of items."""
     step = Step(4, 2, 64, 16, None, False, False, [200, 64])
     expected = step.few(step.case.kv)
     work = step.batch.work
@@ -147,7 +147,7 @@ def test_who_is_served_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "REQUESTS", 1)
     assert step.few(pool) is None
     monkeypatch.setattr(few, "REQUESTS", 2)
-    with monkeypatch.context() as small:  # a card with less shared memory
+    with monkeypatch.context() as small:  # a GPU with less shared memory
         small.setattr(few, "shared_bytes", lambda *_: 1 << 30)
         assert step.few(pool) is None
     monkeypatch.setattr(few, "kernels", lambda *_: None)

@@ -1,5 +1,5 @@
-"""Attention of prompts over 16-bit keys and values in CUDA C++, emulated where there is no card: what it computes, and
-one order of sums."""
+"""Prefill attention over 16-bit keys and values in CUDA C++, emulated without a GPU: its results, and its single order
+of summation."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from support.kernels.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, err
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 
 HALF = DTYPES[1]
-# An emulated product, and a product and sum in one of the interpreter, are rounded in other places.
+# Emulated products, and multiply-adds in the interpreter, are rounded at other points.
 EXACT = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {"rtol": 2e-3, "atol": 2e-3}
 
 
 def emulated(source: Path, form: Form, device: torch.device, late: bool = True) -> EmulatedModule:
-    """Stand in for the kernels of a card; copies into shared memory end when they are waited for."""
+    """Stand in for a GPU's kernels; if `late`, copies into shared memory complete only when they are waited for."""
     return EmulatedModule(source, form.options, late)
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return whether the kernel was there for each call."""
+    """Return a list that receives for each call whether the kernel was available."""
     calls: list[bool] = []
 
     def recorded(*given: object) -> bool:
@@ -62,7 +62,7 @@ def by_triton(case: Case, monkeypatch: pytest.MonkeyPatch, sinks: bool) -> Tenso
 def test_it_is_attention_and_has_the_bits_of_tritons_kernel(
         heads: int, kv_heads: int, block_size: int, window: int | None, launched: list[bool],
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that fill a tile of queries, end in its first half or its second, or begin after cached tokens."""
+    """Prompts that fill a tile of queries, end in either half of one, or follow cached tokens have the right bits."""
     case = Case([128, 40, 1, 70, 17], [0, 150, 30, 63, 300], heads, kv_heads, prefill.DIM, block_size, HALF,
                 window=window)
     sinks = window is not None
@@ -73,7 +73,7 @@ def test_it_is_attention_and_has_the_bits_of_tritons_kernel(
 
 
 def test_a_long_prompt_has_the_bits_of_tritons_kernel(launched: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 128 keys and of 256, and more tiles than stages; with many rows on a card."""
+    """Pieces of 128 and of 256 keys, more tiles than stages and, on a GPU, many rows give the same bits."""
     count, cached = (3000, 2500) if DEVICE == "cuda" else (66, 1300)
     case = Case([count], [cached], 2, 1, prefill.DIM, 16, HALF)
     found = case.found()
@@ -82,7 +82,7 @@ def test_a_long_prompt_has_the_bits_of_tritons_kernel(launched: list[bool], monk
 
 
 def test_copies_into_shared_memory_may_end_at_once(launched: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulated copies end when they are waited for otherwise: between the two, nothing may be read or overwritten."""
+    """Results are equal if emulated copies complete at once or when waited for: no data is used in between."""
     case = Case([100], [700], 1, 1, prefill.DIM, 16, HALF)
     late = case.found()
     if DEVICE == "cpu":

@@ -1,4 +1,4 @@
-"""Kernels compile for a card that is not here, and keep within its registers and shared memory."""
+"""Kernels compile for a GPU that is not present, and stay within its registers and shared memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("triton")
 
 KERNELS = Path(__file__).parents[2] / "support/kernels/compile_kernels.py"
-SHARED = 227 << 10  # bytes that a block of threads may have
-FEW_BYTES = 256  # spilled per thread: sums of chunks, which are touched once a chunk
+SHARED = 227 << 10  # maximum bytes per thread block
+FEW_BYTES = 256  # bytes spilled per thread: sums of chunks, accessed once per chunk
 
 
 def test_kernels_of_one_order_compile_for_an_h200() -> None:
@@ -23,6 +23,6 @@ def test_kernels_of_one_order_compile_for_an_h200() -> None:
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
     assert len(kernels) == 11
-    assert {each["neighbours"] for each in kernels.values()} <= {0, 2}  # else sums have another order
+    assert {each["neighbours"] for each in kernels.values()} <= {0, 2}  # otherwise sums would have another order
     assert {name: each for name, each in kernels.items()
             if each["spilled"] > (FEW_BYTES if "chunks" in name else 0) or each["shared"] > SHARED} == {}

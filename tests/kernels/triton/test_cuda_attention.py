@@ -1,4 +1,4 @@
-"""Attention over codes in CUDA C++, emulated where there is no card: what it computes, and one order of sums."""
+"""Attention over quantised KV in CUDA C++, emulated without a GPU: its results, and its single order of summation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.kernels.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, err
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 
 
-FORMS = [  # kv dtype, heads, heads of keys, dimension, block size
+FORMS = [  # (KV type, query heads, key heads, head size, block size)
     ("fp8", 4, 1, 128, 16),
     ("int8", 12, 1, 64, 32),
 ]
@@ -32,7 +32,7 @@ EXACT = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {"rtol": 2e-3, "atol
 
 
 class Recorded:
-    """Kernels that tell which of them were launched."""
+    """Kernels that record the name of each launch."""
 
     def __init__(self, kernels: Any, launched: list[str]) -> None:
         self._kernels, self._launched = kernels, launched
@@ -43,13 +43,13 @@ class Recorded:
 
 
 def emulated(source: Path, form: cuda.Form, device: torch.device, late: bool = True) -> EmulatedModule:
-    """Stand in for the kernels of a card; copies into shared memory end when they are waited for."""
+    """Stand in for a GPU's kernels; if `late`, copies into shared memory complete only when they are waited for."""
     return EmulatedModule(source, form.options, late)
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the ends of the names of the kernels that were launched."""
+    """Return a list that receives the suffix of each launched kernel's name."""
     names: list[str] = []
     kernels = cuda.kernels if DEVICE == "cuda" else emulated
     monkeypatch.setattr(cuda, "kernels", lambda *given: Recorded(kernels(*given), names))
@@ -66,7 +66,7 @@ def case_of(form: tuple[str, int, int, int, int], counts: list[int], cached: lis
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_attention_over_the_decoded_pool(form: tuple[str, int, int, int, int], window: int | None,
                                                launched: list[str]) -> None:
-    """New tokens, one of a sequence whose pieces have programs of their own, and prompts; with and without sinks."""
+    """Results are right for new tokens (one with a program per piece) and prompts; with and without sinks."""
     case = case_of(form, [1, 70, 1, 1, 5, 1], [70, 20, 0, 63, 3, 700], window)
     sinks = window is not None
     assert error(case.found(sinks=sinks), case.expected(sinks=sinks)) < TOLERANCE[DTYPES[1]]
@@ -74,7 +74,7 @@ def test_it_is_attention_over_the_decoded_pool(form: tuple[str, int, int, int, i
 
 
 def test_copies_into_shared_memory_may_end_at_once(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulated copies end when they are waited for otherwise: between the two, nothing may be read or overwritten."""
+    """Results are equal if emulated copies complete at once or when waited for: no data is used in between."""
     case = case_of(FORMS[0], [1, 1, 40], [70, 700, 300])
     late = case.found()
     assert launched == ["8_3", "prompt"]
@@ -86,7 +86,7 @@ def test_copies_into_shared_memory_may_end_at_once(launched: list[str], monkeypa
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_row_has_the_same_bits_as_a_new_token_and_in_its_prompt(window: int | None, launched: list[str],
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a new token: one program for the sequence or one for a piece, few programs or many."""
+    """A new token's bits do not depend on having a program per sequence or per piece, or on the number of programs."""
     case = case_of(FORMS[0], [17], [1200], window)
     prompt = case.found(sinks=True)
     assert launched == ["prompt"]
@@ -99,7 +99,7 @@ def test_a_row_has_the_same_bits_as_a_new_token_and_in_its_prompt(window: int | 
 
 
 def test_a_few_new_tokens_of_a_long_sequence_are_tritons(launched: list[str]) -> None:
-    """With the same bits on a card; an emulated product is rounded in another place."""
+    """Triton's kernel serves them, with the same bits on a GPU; an emulated product is rounded at another point."""
     case = case_of(FORMS[0], [16], [1100])
     few = case.found(sinks=True)
     assert not launched
@@ -119,7 +119,7 @@ def test_a_row_has_the_same_bits_in_any_chunk_of_its_prompt(window: int | None, 
 
 
 def test_it_gives_what_triton_gives(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit on a card; an emulated product is rounded in another place."""
+    """Results are equal to the bit on a GPU; an emulated product is rounded at another point."""
     for form, counts, cached in ((FORMS[0], [1, 70], [300, 10]), (FORMS[1], [1, 5], [130, 60])):
         case = case_of(form, counts, cached)
         here = case.found(sinks=True)
@@ -161,7 +161,7 @@ def test_without_a_compiler_triton_serves(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_pieces_begin_where_the_splits_have_them(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece too many or too few changes bits: here those of one program against those of a program a piece."""
+    """One program has the bits of one program per piece; a wrong number of pieces would change them."""
     case = case_of(FORMS[1], [1], [4500])
     found = {}
     for busy, items in ((1, 1), (10**9, splits.num_pieces(4501))):

@@ -1,6 +1,6 @@
-"""Products with weights in codes are near the exact ones, and a row has the same bits at every number of rows.
+"""Products with weights in codes are close to the exact ones, and a row has the same bits for every number of rows.
 
-Without a card the kernels run emulated.
+Without a GPU the kernels run emulated.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def made(seed: int, channels: int, inner: int, group: int, bits: int, kind: str,
 
 
 def weight(codes: Codes, bits: int) -> Tensor:
-    """The numbers that codes mean, in float64."""
+    """Return the decoded numbers, in float64."""
     def wide(part: Tensor) -> Tensor:
         return part.double().repeat_interleave(codes.values.shape[1] // part.shape[1], 1)
 
@@ -77,7 +77,7 @@ def inputs(seed: int, rows: int, inner: int, dtype: torch.dtype = torch.bfloat16
 def assert_near(found: Tensor, x: Tensor, exact: Tensor) -> None:
     expected = x.double() @ exact.T
     magnitude = x.double().abs() @ exact.abs().T
-    step = 2.0 ** (-8 if x.dtype is torch.bfloat16 else -11)  # half the distance of numbers in the result
+    step = 2.0 ** (-8 if x.dtype is torch.bfloat16 else -11)  # half the spacing of numbers of the result type
     assert ((found.double() - expected).abs() <= step * expected.abs() + 2e-6 * magnitude).all()
 
 
@@ -97,7 +97,7 @@ def test_tiles_hold_the_numbers_that_codes_mean(bits: int, group: int, kind: str
     torch.testing.assert_close(unpack(tiles, form, halves).double(), weight(codes, bits), rtol=1e-6, atol=1e-6)
 
 
-# All numbers of rows for which another kernel, or another tile, serves.
+# All numbers of rows at which another kernel, or another tile, is used.
 @pytest.mark.parametrize(("bits", "group", "kind", "zeros"), FORMS, ids=str)
 def test_a_row_has_the_same_bits_at_every_number_of_rows(bits: int, group: int, kind: str, zeros: bool) -> None:
     inner = 384  # two chunks, the second of them not full
@@ -105,7 +105,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(bits: int, group: int, 
     form, x = codes.form(bits), inputs(2, 130, inner, torch.float16 if kind == "SUPER" else torch.bfloat16)
     tiles = pack(codes, form, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "chosen", lambda *of: cuda.MANY_CUTS[-3])  # as many rows
+        patch.setattr(cuda, "chosen", lambda *of: cuda.MANY_CUTS[-3])  # for the same number of rows
         whole = coded_linear(x, tiles, form)
     assert_near(whole, x, weight(codes, bits))
     assert torch.equal(coded_linear(x, tiles, form), whole)
@@ -120,7 +120,7 @@ def cut_name(cut: cuda.Cut | cuda.ManyCut) -> str:
 
 @pytest.mark.parametrize("cut", [*cuda.FEW_CUTS, *cuda.MANY_CUTS], ids=cut_name)
 def test_how_a_product_is_cut_makes_no_difference(cut: cuda.Cut | cuda.ManyCut) -> None:
-    inner = 128 * 17  # five chunks, more turns than stages, and the last has one step
+    inner = 128 * 17  # five chunks, more rounds than stages, and the last has one step
     codes = made(3, 80, inner, 128, 4, "HALF", True)
     form, x = codes.form(4), inputs(4, 2, inner)
     tiles = pack(codes, form, False)
@@ -200,7 +200,7 @@ KINDS = {"4 bits": GroupedInt(4, 128, "float16", zeros=True),
 
 
 def weight_in(base: GroupedInt, shape: LinearShape) -> tuple[Linear, Linear]:
-    """Make up a weight, as a checkpoint has it and as a CUDA device does."""
+    """Return a random weight, as stored in a checkpoint and as kept on a CUDA device."""
     random = torch.Generator(DEVICE).manual_seed(8)
     tensors = base.dummy(shape, 0, Target("bfloat16", DEVICE), random)
     if base.ordered:
@@ -262,7 +262,7 @@ def test_kernels_are_compiled_when_products_are_prepared(monkeypatch: pytest.Mon
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("form", [Form(8, 1, "BFLOAT", zeros=True), Form(8, 8, "SIGNED")], ids=["int8", "Q6_K"])
 def test_products_of_many_rows_spill_no_registers(form: Form, tmp_path: Path) -> None:
-    """In 8 bits four warpgroups hold the most."""
+    """No registers are spilled; four warpgroups with 8-bit codes need the most."""
     done = subprocess.run(
         ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *form.options(torch.bfloat16),
          f"-I{cuda.SOURCE.parent / 'include'}", cuda.SOURCE, "-o", tmp_path / "kernel.cubin"],

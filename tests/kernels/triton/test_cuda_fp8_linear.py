@@ -1,6 +1,6 @@
-"""Products of FP8 weights and activations are those of rounded activations, with the same bits at every number of rows.
+"""Products of FP8 weights and activations use rounded activations, with the same bits for every number of rows.
 
-Without a card the kernels run emulated.
+Without a GPU the kernels run emulated.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _kernels() -> Iterator[None]:
 
 
 def made(seed: int, channels: int, inner: int, blocked: bool) -> tuple[Tensor, Tensor]:
-    """Make up values and scales."""
+    """Return random values and scales."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(channels, inner, generator=random).mul_(20).to(torch.float8_e4m3fn)
     shape = (-(-channels // 128), inner // 128) if blocked else (channels,)
@@ -63,7 +63,7 @@ def inputs(seed: int, rows: int, inner: int, dtype: torch.dtype = torch.bfloat16
 
 
 def rounded(x: Tensor, blocked: bool, input_scale: Tensor | None = None) -> Tensor:
-    """The numbers that activations are rounded to, in float64."""
+    """Return the values to which activations are rounded, in float64."""
     wide = x.float().unflatten(1, (-1, 128)) if blocked else x.float()
     if input_scale is None:
         largest = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12)
@@ -83,16 +83,16 @@ def weight(values: Tensor, scales: Tensor) -> Tensor:
 def assert_near(found: Tensor, x: Tensor, exact: Tensor, bias: Tensor | None = None) -> None:
     expected = x @ exact.T + (0 if bias is None else bias.double())
     magnitude = x.abs() @ exact.abs().T
-    step = 2.0 ** (-8 if found.dtype is torch.bfloat16 else -11)  # half the distance of numbers in the result
-    # The tensor cores of a card add e4m3 products with about 14 bits.
+    step = 2.0 ** (-8 if found.dtype is torch.bfloat16 else -11)  # half the spacing of numbers of the result type
+    # A GPU's tensor cores add e4m3 products with about 14 bits.
     bound = step * expected.abs() + (2e-6 if DEVICE.type == "cpu" else 1e-3) * magnitude
     assert ((found.double() - expected).abs() <= bound).all()
 
 
-# 70 rows at once, through the tiles of prompts; then fewer rows through the tiles that fewer rows have.
+# 70 rows at once, in the tiles for prompts; then fewer rows, in the tiles for few rows.
 @pytest.mark.parametrize("blocked", [False, True], ids=["rows", "blocks"])
 def test_a_row_has_the_same_bits_at_every_number_of_rows(blocked: bool) -> None:
-    inner = 9 * 128  # three chunks of three steps, and one that is empty
+    inner = 9 * 128  # three chunks of three steps, and an empty one
     values, scales = made(1, 192, inner, blocked)
     x = inputs(2, 70, inner)
     whole = fp8_linear(x, values, scales, cut=Cut(64))
@@ -121,7 +121,7 @@ def test_a_gate_is_applied_to_rounded_products(rows: int, cut: Cut | FewCut, blo
 
 def test_activations_may_have_a_given_scale() -> None:
     values, scales = made(6, 64, 1024, False)
-    x, given = inputs(7, 18, 1024), torch.tensor([0.004], device=DEVICE)  # beyond which numbers are cut off
+    x, given = inputs(7, 18, 1024), torch.tensor([0.004], device=DEVICE)  # numbers beyond its range are clipped
     out = fp8_linear(x, values, scales, input_scale=given)
     assert_near(out, rounded(x, False, given), weight(values, scales))
     for rows in (1, 9):
@@ -142,7 +142,7 @@ SPREAD, WHOLE = FewCut(8, 1, True, True, 3), FewCut(8, 1, False, True, 2)
 
 
 def added_and_normed(x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """By the kernel of its own; as that is written where Triton's interpreter does not round to nearest."""
+    """Apply the separate kernel, or its definition where Triton's interpreter does not round to nearest."""
     if DEVICE.type == "cuda" or x.dtype is torch.float16:
         return add_rms_norm(x, residual, norm, EPS)
     total = (x.float() + residual.float()).to(x.dtype)
@@ -153,14 +153,14 @@ def added_and_normed(x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor,
     return (total * factor).to(x.dtype) * norm, total
 
 
-# Of 1664 or 2176 inputs some threads hold one vector more than others.
+# With 1664 or 2176 inputs some threads hold one vector more than others.
 @pytest.mark.parametrize("case", ["rows", "static", "blocks"])
 @pytest.mark.parametrize(("inner", "rows", "cut", "gated", "dtype"), [
     (128, 1, None, False, torch.bfloat16), (384, 2, WHOLE, False, torch.float16),
     (640, 1, None, True, torch.bfloat16), (1152, 2, WHOLE, True, torch.bfloat16),
     (1664, 1, WHOLE, False, torch.float16), (1664, 3, WHOLE, True, torch.bfloat16),
     (2048, 1, WHOLE, False, torch.bfloat16), (2176, 2, WHOLE, False, torch.bfloat16),
-    # in a kernel ahead of the product, with the rounding
+    # in a separate kernel before the product, with the rounding
     (128, 5, None, False, torch.bfloat16), (1152, 17, None, True, torch.bfloat16),
     (1664, 9, None, False, torch.float16), (4224, 3, None, True, torch.bfloat16),
     (8192, 4, None, False, torch.bfloat16), (384, 70, None, True, torch.float16),
@@ -211,7 +211,7 @@ def test_a_linear_norms_rows_itself(base: Fp8Rows | Fp8Block, monkeypatch: pytes
             assert torch.equal(found, expected[0])
             assert launched == [rows] * (1 if rows else 2)
             launched.clear()
-    apart = inputs(34, 1, 385, torch.float16)[:, 1:]  # begins between vectors
+    apart = inputs(34, 1, 385, torch.float16)[:, 1:]  # starts between vectors
     w.format.add_norm_linear(apart, inputs(33, 1, 384, torch.float16), norm, EPS, w)
     assert launched == [1]
 
@@ -250,7 +250,7 @@ def test_every_cut_fits_an_h200() -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> None:
-    """Kernels that move registers begin with as many as that counts on."""
+    """No registers are spilled; kernels that reallocate registers start with the expected number."""
     for cut, blocked, normed in ((Cut(128), True, 0), (Cut(224), False, 0), (SPREAD, False, 0), (WHOLE, True, 8192),
                                  (WHOLE, False, 8192), (FewCut(64, 2), True, 0), (Rounding(8192), False, 8192),
                                  (Rounding(14336), True, 0), (Rounding(4096), True, 4096),
@@ -282,7 +282,7 @@ def test_bits_on_a_card(channels: int, inner: int, blocked: bool) -> None:
 
 
 class _Reader:
-    """A checkpoint's tensors of one linear."""
+    """A reader of a checkpoint with the tensors of one linear."""
 
     def __init__(self, tensors: dict[str, Tensor], matrices: list[tuple[str, int]]) -> None:
         self.tensors, self.matrices = tensors, matrices

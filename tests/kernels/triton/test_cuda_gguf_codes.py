@@ -1,6 +1,6 @@
-"""What a GGUF file has in codes stays in codes on a CUDA device: the same numbers, and products with them.
+"""GGUF weights stay in codes on a CUDA device: the same numbers, and products with them.
 
-Without a card the kernels run emulated.
+Without a GPU the kernels run emulated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _kernels() -> Iterator[None]:
 
 
 class File:
-    """A reader of matrices that a file has in codes."""
+    """A reader of matrices stored in codes."""
 
     def __init__(self, kinds: list[Kind], rows: list[int], columns: int = COLUMNS) -> None:
         self.matrices = [(str(index), size) for index, size in enumerate(rows)]
@@ -47,7 +47,7 @@ class File:
         return codes_of(self.stored[int(name)], self.kinds[int(name)])
 
     def exact(self) -> Tensor:
-        """What the gguf package says the numbers are."""
+        """Return the numbers according to the gguf package."""
         return torch.from_numpy(np.concatenate([gguf.dequantize(raw, kind) for raw, kind
                                                 in zip(self.stored, self.kinds, strict=True)])).to(DEVICE)
 
@@ -72,7 +72,7 @@ def inputs(rows: int, columns: int = COLUMNS) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_tiles_hold_what_the_gguf_package_reads(kind: Kind) -> None:
-    """Bit by bit; a gate and what it is multiplied with are in pairs of channels."""
+    """Tiles equal the gguf package's numbers bit by bit; a gate and its factor are stored in pairs of channels."""
     for rows in ([48], [32, 16, 16], [16, 16]):
         file = File([kind] * len(rows), rows)
         kept = file.load()
@@ -85,7 +85,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(kind: Kind) -> None:
     file, x = File([kind], [48]), inputs(130)
     kept = file.load()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "chosen", lambda *of: cuda.ManyCut(16, 2, 1))  # as many rows
+        patch.setattr(cuda, "chosen", lambda *of: cuda.ManyCut(16, 2, 1))  # for the same number of rows
         whole = linear(x, kept)
     assert_near(whole, x, file.exact())
     for rows in (1, 5, 9, 20, 33, 130):
@@ -93,7 +93,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(kind: Kind) -> None:
 
 
 def test_types_that_are_fused_are_parts_of_their_own() -> None:
-    """As q, k and v of a Q4_K_M file are."""
+    """Fused matrices of different types become separate parts, as with q, k and v of a Q4_K_M file."""
     file = File([Kind.Q4_K, Kind.Q4_K, Kind.Q6_K], [48, 16, 16])
     kept, x, bias = file.load(), inputs(5), inputs(1, 80)[0]
     assert [part.rows for part in kept.format.parts(file.shape)] == [64, 16]  # type: ignore[attr-defined]
@@ -124,13 +124,13 @@ def test_an_embedding_looks_rows_up(kind: Kind, there: bool, monkeypatch: pytest
     assert found.dtype is torch.bfloat16
     if kind is Kind.Q6_K or not there:
         assert torch.equal(found, exact.bfloat16())
-    else:  # offsets are taken from the middle of the codes, in float32
+    else:  # offsets are relative to the middle of the codes, in float32
         torch.testing.assert_close(found.float(), exact, rtol=2**-8, atol=1e-6 * float(exact.abs().max()))
     assert embedding(ids[:0], kept, torch.bfloat16).shape == (0, COLUMNS)
 
 
 def test_a_type_takes_so_many_bytes() -> None:
-    """Of a tile of 16 by 128."""
+    """Each type takes the expected bits per weight, in a tile of 16 by 128."""
     taken = {name: tile_form(form).tile_bytes * 8 / 2048 for name, form in FORMS.items()}
     assert taken == {"Q4_0": 4.5, "Q4_1": 5, "Q5_0": 8.5, "Q5_1": 9, "Q8_0": 8.5, "Q4_K": 4.75, "Q5_K": 8.75,
                      "Q6_K": 8.625, "IQ4_NL": 8.5, "MXFP4": 8.5}
@@ -151,6 +151,6 @@ def test_every_cut_fits_into_shared_memory(kind: Kind) -> None:
 def test_what_is_not_of_whole_tiles_is_not_served() -> None:
     forms = (FORMS["Q8_0"], FORMS["Q4_0"])
     assert GgufCuda.serves(forms, LinearShape((32, 16), 384))
-    assert not GgufCuda.serves(forms, LinearShape((24, 24), 384))  # each is a part of its own
+    assert not GgufCuda.serves(forms, LinearShape((24, 24), 384))  # each matrix is a separate part
     assert GgufCuda.serves(forms[:1] * 2, LinearShape((24, 24), 384))
     assert not GgufCuda.serves(forms, LinearShape((32, 16), 320))

@@ -1,4 +1,4 @@
-"""A layer by the device's kernels is the layer by the CPU's, with and without a prefix that is not in the pool."""
+"""A layer by the device's kernels equals the layer by the CPU's, with and without a prefix that is not in the pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HIDDEN, INNER, BLOCK, LAYER = 32, 48, 8, 3
 
 
 class Prefix:
-    """The first two blocks of a request; the third lies in the pool."""
+    """The first two blocks of a request, outside the pool; the third is in the pool."""
 
     num_blocks = 2
     length = 19

@@ -1,8 +1,8 @@
-"""Mixtures in CUDA C++ are near the reference, and a row has the same bits at every number of tokens, resident or not.
+"""Mixtures in CUDA C++ are close to the reference; a row has the same bits for any number of tokens, resident or not.
 
-Without a card the kernels run emulated, and all that is around them in Triton's interpreter, which truncates the last
-sum where a card rounds it: there the sums of a few tokens, which are CUDA C++ too, are compared with those of tiles up
-to their last bit.
+Without a GPU the kernels run emulated, and all code around them in Triton's interpreter, which truncates the last sum
+where a GPU rounds it: there the sums of a few tokens, also in CUDA C++, are compared with those of tiles up to the last
+bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support.kernels.emulated_cuda import EmulatedModule
 from support.kernels.mixtures import DEVICE, assert_near, case
 
 EXPERTS, K = 4, 2
-SHAPES = [  # form, hidden, inner, clamped: sums of several chunks, the last of them not full
+SHAPES = [  # format, hidden, inner, clamped; sums have several chunks, the last of them not full
     ("mxfp4", 416, 64, True),
     ("fp8", 160, 160, False),
     ("int4_128", 256, 128, False),
@@ -37,7 +37,7 @@ SHAPES = [  # form, hidden, inner, clamped: sums of several chunks, the last of 
     ("gguf_Q4_1", 256, 128, False),
     ("gguf_Q6_K", 256, 256, False),
 ]
-# What the sums of a few tokens are enough to tell.
+# Shapes for which the sums of a few tokens are a sufficient test.
 FEW = [("gguf_Q4_K", 256, 256, False), ("gguf_Q5_1", 128, 128, False), ("gguf_Q6_K_and_Q4_K", 256, 256, False)]
 SMALL = [("mxfp4", 32, 32, True), ("fp8", 32, 32, False), ("int4_64", 128, 128, False), ("int8_128", 128, 128, False),
          ("gguf_Q8_0_and_Q6_K_and_Q4_1", 128, 128, False)]
@@ -45,7 +45,7 @@ LONG = [("mxfp4", 3104, 32, True), ("fp8", 2080, 32, False)]  # more chunks than
 
 
 class Recorded:
-    """Kernels that tell which of them were launched."""
+    """Kernels that record the name of each launch."""
 
     def __init__(self, kernels: Any, launched: list[str]) -> None:
         self._kernels, self._launched = kernels, launched
@@ -62,7 +62,7 @@ def _emulated(form: str, device: torch.device) -> EmulatedModule:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that are launched from now on; emulated where there is no card."""
+    """Return a list that receives the name of each launched kernel; kernels run emulated without a GPU."""
     names: list[str] = []
     found = cuda.kernels if DEVICE == "cuda" else _emulated
     monkeypatch.setattr(cuda, "kernels", lambda form, device: Recorded(found(form, device), names))
@@ -71,7 +71,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def made(shape: tuple[str, int, int, bool], tokens: int,
          experts: int = EXPERTS) -> tuple[Tensor, Tensor, Experts, Experts, float | None]:
-    """Rows, scores and experts with one order of sums."""
+    """Return rows, scores and batch-invariant experts."""
     form, hidden, inner, clamped = shape
     x, scores, *stacks = case(form, tokens, hidden, inner, experts, torch.bfloat16, clamped)
     first, second = (Experts(Linear(s.weight.format.batch_invariant(), s.weight.shape, s.weight.tensors), s.bias)
@@ -85,7 +85,7 @@ def exact(x: Tensor, scores: Tensor, first: Experts, second: Experts, limit: flo
 
 
 def same_but_for_the_last_bit(found: Tensor, expected: Tensor) -> bool:
-    """Whether they are the same on a card; without one, whether they differ by no more than a truncation does."""
+    """Return whether they are equal on a GPU; without one, whether they differ by at most a truncation."""
     if DEVICE == "cuda":
         return torch.equal(found, expected)
     return bool(((found.view(torch.int16).int() - expected.view(torch.int16).int()).abs() <= 1).all())
@@ -110,15 +110,15 @@ def test_activations_larger_than_a_float16_are_multiplied_with_fp8_experts(launc
     assert_near(moe.mixture(x, scores, first, second, K, True, limit).float(), expected, 5e-3)
 
 
-# Rows of an expert for which a tile takes other instructions, or needs a second tile.
+# Rows per expert for which a tile uses other instructions, or a second tile is needed.
 @pytest.mark.parametrize(("shape", "rows"), [(shape, rows) for shape in SHAPES for rows in (8, 31)] +
                          [(shape, 70) for shape in SMALL], ids=str)
 def test_a_row_has_the_same_bits_whatever_the_tile(
         shape: tuple[str, int, int, bool], rows: int, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    x, scores, first, second, limit = made(shape, rows, experts=2)  # each expert has all rows
+    x, scores, first, second, limit = made(shape, rows, experts=2)  # each expert gets all rows
     route, routed = moe.route, {}
     monkeypatch.setattr(moe, "route", lambda scores, x, *rest: routed[len(x)] if len(x) in routed else
-                        routed.setdefault(len(x), route(scores, x, *rest)))  # which knows of no tiles
+                        routed.setdefault(len(x), route(scores, x, *rest)))  # the routing is the same for every tile
     form = cuda.FORMS[first.gemm.code]
     every, results = form.many, {}
     for tile in every:
@@ -151,7 +151,7 @@ def test_tiles_that_a_device_has_no_shared_memory_for_are_left_out(
 
 
 class Slots:
-    """Experts that lie in slots which are further apart than they are large, as in an arena; one slot is empty."""
+    """Experts in slots with gaps between them, as in an arena; one slot is empty."""
 
     def __init__(self, first: Experts, second: Experts) -> None:
         self.at = torch.tensor([3, 0, 4, 1], dtype=torch.int32, device=DEVICE)
@@ -236,7 +236,7 @@ def test_without_a_card_triton_serves() -> None:
 
 
 class Nvrtc:
-    """As much of NVRTC as the cache needs; compiles everything but what is wrong."""
+    """The part of NVRTC that the cache uses; it compiles everything except text marked as wrong."""
 
     def __init__(self) -> None:
         self.compiled: list[bytes] = []

@@ -1,4 +1,4 @@
-"""What a step of few rows computes in fewer kernels has the bits of the kernels that it stands for."""
+"""A step of few rows with fewer kernels has the bits of the separate kernels that they replace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def same(found: Tensor, expected: Tensor) -> None:
-    """To the bit on a card; the interpreter's products depend on the shape of a tile."""
+    """Compare to the bit on a GPU; the interpreter's products depend on the shape of a tile."""
     exact = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {}
     torch.testing.assert_close(found, expected, **exact)
 

@@ -1,4 +1,4 @@
-"""How Triton's kernels are loaded: so that those that begin early find room beside them."""
+"""Triton's kernels are loaded in a way that leaves space for kernels that start early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in one order of sums: a row has the same bits as a new token, in any chunk of its prompt, in any batch."""
+"""Attention in one order of summation: a row has the same bits as a new token, in any chunk, and in any batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_few_new_tokens_of_long_sequences(window: int | None) -> None:
     case = Case([1, 7, 16, 17, 2], [1100, 1100, 1030, 1030, 30], 4, 2, 32, window=window)
     work = make_work(case.batch, 4, 2, 32, window)
     assert work.short is not None
-    assert {row[0] for row in work.short.tolist()} == {1, 8}  # the others are too many, or too short
+    assert {row[0] for row in work.short.tolist()} == {1, 8}  # the others have too many new tokens, or are too short
     assert error(case.found(sinks=True), case.expected(sinks=True)) < 1e-5
 
 
@@ -67,12 +67,12 @@ def test_a_pool_of_codes(kv_dtype: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_row_has_the_same_bits_as_a_new_token_and_in_its_prompt(busy: int, window: int | None, kv_dtype: str,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit on a card; the interpreter's products depend on how many rows there are."""
+    """A row is equal to the bit on a GPU; the interpreter's products depend on the number of rows."""
     monkeypatch.setattr(splits, "BUSY", busy)
     for cached in (0, 1230):
         chunk = Case([70], [cached], 2, 1, 32, 64, dtype=DTYPES[1], kv_dtype=kv_dtype, window=window)
         expected, parts = chunk.found(sinks=True), [(0, 1), (50, 51), (60, 69), (69, 70)]
-        # One row, and a few: after 1,230 others piece by piece, or whole, where one is enough to keep a device busy.
+        # One row, and a few, after 1,230 others: in pieces, or whole if one program is enough to keep a device busy.
         for first, last in parts:
             found = chunk.attend(*chunk.part(0, first, last), sinks=True)
             exact = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {}
@@ -97,7 +97,7 @@ def test_a_prompt_has_the_same_bits_whatever_its_chunks() -> None:
 @pytest.mark.parametrize("busy", [1, 10**9])
 def test_the_same_bits_whether_one_program_takes_a_sequence_or_many_share_it(
         busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the engine calls it: more room for items than there are, tables in another order, twice over."""
+    """As the engine calls it: with padding items, tables in another order, and twice in a row."""
     case = Case([1, 1, 1], [600, 3, 300], 4, 2, 64)
     expected = case.found()
     assert error(expected, case.expected()) < 1e-5
@@ -123,7 +123,7 @@ def test_the_same_bits_whether_one_program_takes_a_sequence_or_many_share_it(
 def test_long_sequences_are_cut_into_larger_pieces(length: int, window: int | None, pieces: int) -> None:
     items = splits.decode_splits(np.array([0]), np.array([0]), np.array([length]), 1, window)
     assert len(items) == pieces
-    if window is not None or length < 2000:  # the interpreter takes long over the others
+    if window is not None or length < 2000:  # the others take long in the interpreter
         case = Case([1, 1], [length - 1, 500], 2, 1, 16, 64, window=window)
         assert error(case.found(), case.expected()) < 1e-5
 

@@ -1,7 +1,7 @@
-"""Products in CUDA C++ have the bits that their order of sums says, however they are cut.
+"""Products in CUDA C++ have the bits that their order of summation defines, however they are cut.
 
-Without a card the kernel runs emulated, which shows its schedule, its addresses and its order of sums; on a card it is
-compared with the Triton kernel, to the bit.
+Without a GPU the kernel runs emulated, which checks its schedule, its addresses and its order of summation; on a GPU it
+is compared with the Triton kernel, to the bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spillover.kernels.extents import product_chunks
 from support.kernels.emulated_cuda import EmulatedModule, described
 
 CUDA = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
-# A cut, and rows, channels, inner: the last tile, the last step and the last chunk are not full, or there is none.
+# (cut, rows, channels, inner): the last tile, the last step and the last chunk are not full, or empty.
 CASES = [
     (Cut(64), 150, 72, 200),
     (Cut(32), 1100, 40, 72),  # more tiles of rows than a band has
@@ -51,7 +51,7 @@ def operands(rows: int, channels: int, inner: int, dtype: torch.dtype, device: s
 
 
 def in_order(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply by the order's definition, each product added by itself."""
+    """Multiply by the order's definition, adding one product at a time."""
     chunks, chunk = product_chunks(w.shape[0], w.shape[1])
     total = torch.zeros(x.shape[0], w.shape[0])
     columns, rows = x.float().T.contiguous(), w.float().T.contiguous()
@@ -64,7 +64,7 @@ def in_order(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the kernel on the CPU, one block that has all tiles."""
+    """Run the kernel on the CPU, as one block that processes all tiles."""
     monkeypatch.setattr(ordered_gemm, "kernel", lambda cut, chunks, dtype, bias, device: EmulatedModule(
         ordered_gemm.SOURCE, cut.options(chunks, dtype, bias)))
     monkeypatch.setattr(ordered_gemm, "processors", lambda device: 1)
@@ -105,7 +105,7 @@ def test_many_rows_are_multiplied_so_where_that_is_possible(monkeypatch: pytest.
     by_triton: list[tuple[int, int]] = []
     monkeypatch.setattr(ordered_linear, "_launch_many",
                         lambda x, w, bias, out, tile: by_triton.append((x.shape[0], w.shape[0])))
-    for rows, channels in ((17, 48), (129, 48), (256, 40), (257, 40), (130, 44)):  # 44 are not stored 8 by 8
+    for rows, channels in ((17, 48), (129, 48), (256, 40), (257, 40), (130, 44)):  # 44 is no multiple of 8
         x, w, bias = operands(rows, channels, 72, torch.bfloat16, "cpu")
         out = ordered_linear.ordered_linear(x, w, bias)
         assert (rows, channels) in by_triton or torch.equal(out, in_order(x, w, bias))
@@ -113,7 +113,7 @@ def test_many_rows_are_multiplied_so_where_that_is_possible(monkeypatch: pytest.
 
 
 def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that products of up to the most rows would compile; nothing where the kernel does not serve."""
+    """All kernels for products of up to the maximum rows are compiled; none where the kernel is not used."""
     made: set[tuple[str, ...]] = set()
     monkeypatch.setattr(compiled, "compiled", lambda source, options: made.add(options))
     device = torch.device("cpu")
@@ -132,12 +132,12 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_serves_only_what_it_can_and_says_so() -> None:
     x, w, _ = operands(20, 64, 128, torch.bfloat16, "cpu")
     out = torch.empty(20, 64, dtype=torch.bfloat16)
-    assert not ordered_gemm.multiply(x, w, None, out, False)  # no card
+    assert not ordered_gemm.multiply(x, w, None, out, False)  # no GPU
     assert not ordered_gemm.multiply(x.float(), w.float(), None, out.float(), False)
 
 
 @pytest.mark.parametrize(("rows", "channels", "inner", "cut"), [
-    # of those timed on an H200, the fastest: one wave of as narrow tiles as fill it, and large ones of many rows
+    # fastest of those timed on an H200: one wave of the narrowest tiles that fill it, and large tiles for many rows
     (512, 4096, 4096, Cut(128)), (512, 6144, 4096, Cut(192)),
     (2048, 1024, 2048, Cut(128)), (512, 34816, 5120, Cut(192, 2)), (2048, 6144, 1024, Cut(192)),
     (192, 7168, 5120, Cut(56, groups=3)), (192, 5120, 17408, Cut(176, groups=3, spread=True)),
@@ -207,7 +207,7 @@ def test_a_gate_has_the_bits_of_kernels_by_themselves(cut: Cut, rows: int, chann
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs compute capability 9.0")
 def test_every_number_has_the_sigmoid_of_few_rows() -> None:
-    """All finite numbers of bfloat16, each the gate of one row."""
+    """All finite bfloat16 numbers, each as the gate of one row, give the same sigmoid as in the kernel for few rows."""
     from spillover.kernels.triton.ordered_linear import ordered_linear_silu
 
     every = torch.arange(1 << 16).to(torch.int32).to(torch.uint16).view(torch.bfloat16)

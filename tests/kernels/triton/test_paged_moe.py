@@ -1,4 +1,4 @@
-"""A mixture whose experts are paged, or come in passes, is to the bit the one whose experts are all there."""
+"""A mixture whose experts are paged, or processed in passes, equals the one with all experts resident, to the bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spillover.kernels.formats.grouped_gemm import Tile
 from spillover.kernels.moe import host_expert_queue as places
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
-from spillover.kernels.moe.moe import OwnExperts
+from spillover.kernels.moe.moe import LocalExperts
 from spillover.kernels.moe.page_table import PageTable
 from spillover.kernels.moe.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
 from support.kernels.mixtures import DEVICE, assert_near, case
@@ -27,7 +27,7 @@ from spillover.kernels.triton.moe import moe
 from spillover.kernels.triton.moe import paged_moe as paged
 
 EXPERTS, K = 9, 2
-SHAPES = [  # form, hidden, inner, clamped, dtype
+SHAPES = [  # (format, hidden, inner, clamped, dtype)
     ("dense", 64, 48, False, torch.float32),
     ("fp8", 144, 64, False, torch.bfloat16),
     ("mxfp4", 96, 64, True, torch.bfloat16),
@@ -36,7 +36,7 @@ SHAPES = [  # form, hidden, inner, clamped, dtype
 
 
 def laid_out(first: Experts, second: Experts) -> tuple[Tensor, list[tuple[int, Tensor]], int]:
-    """Each expert as one run of bytes: records uint8 [E, bytes], where in it each tensor begins, and the bytes."""
+    """Pack each expert into a record; return the records uint8 [E, bytes], the tensors' offsets, and the bytes."""
     at, offsets = 0, []
     for tensor in (first.values, first.scales, first.bias, second.values, second.scales, second.bias):
         if tensor is not None:
@@ -49,7 +49,7 @@ def laid_out(first: Experts, second: Experts) -> tuple[Tensor, list[tuple[int, T
 
 
 def stacks(arena: Tensor, offsets: list[tuple[int, Tensor]], like: tuple[Experts, Experts]) -> list[Experts]:
-    """Views of an arena of slots uint8 [S, bytes]."""
+    """Return views of an arena of slots uint8 [S, bytes]."""
     views = iter([
         arena[:, at : at + tensor[0].nbytes].view(tensor.dtype).unflatten(1, tensor.shape[1:]) for at, tensor in offsets
     ])
@@ -58,7 +58,7 @@ def stacks(arena: Tensor, offsets: list[tuple[int, Tensor]], like: tuple[Experts
 
 
 class Paged:
-    """A layer's experts at home in host memory, and an arena of few slots for two layers of which it is the second."""
+    """A layer's experts with their home in host memory, and an arena of few slots for it and an earlier layer."""
 
     def __init__(self, shape: tuple[Any, ...], tokens: int, quota: int = 6, transit: int = 0) -> None:
         form, hidden, inner, clamped, dtype = shape
@@ -69,7 +69,7 @@ class Paged:
         self.arena = torch.full((2 + quota + transit, nbytes), 0xAB, dtype=torch.uint8, device=DEVICE)
         self.slots = stacks(self.arena, self.offsets, (self.first, self.second))
         self.table = PageTable.make([2, quota], EXPERTS, 40, 4, torch.device(DEVICE), transit)
-        object.__setattr__(self.table, "quota", quota)  # nobody asks the first layer for anything
+        object.__setattr__(self.table, "quota", quota)  # no step uses the first layer
         self.tiles = tuple(Tile(16, rows, 128, 4, 2) for rows in (64, 128))
         self.few = tuple(Tile(1, rows, 256 if form == "mxfp4" else 128, 4, 2) for rows in (64, 128))
 
@@ -80,7 +80,7 @@ class Paged:
         return result
 
     def draw(self, rng: random.Random, tokens: int) -> tuple[Tensor, Tensor]:
-        """Rows and scores that no step has seen, so that other experts are asked for."""
+        """Return rows and scores unlike those of earlier steps, so that other experts are needed."""
         order = torch.tensor([rng.sample(range(EXPERTS), EXPERTS) for _ in range(tokens)], device=DEVICE)
         return self.x[:tokens], self.scores[:tokens].gather(1, order)
 
@@ -111,13 +111,13 @@ def test_paged_is_resident_to_the_bit(shape: tuple[Any, ...], few: bool) -> None
         there.table.check()
     hits, gathered, hosted = there.table.totals[1].tolist()
     assert hits > 0
-    assert gathered > 6  # more than there are slots: some were taken from others
+    assert gathered > 6  # more than there are slots, so some were replaced
     assert hosted == 0
 
 
 @pytest.mark.parametrize(("shape", "tokens"), [(SHAPES[0], 5), (SHAPES[2], 5), (SHAPES[0], 9)])
 def test_more_experts_than_slots_are_resident_to_the_bit(shape: tuple[Any, ...], tokens: int) -> None:
-    """What does not find a slot passes through transit, several times if need be."""
+    """Experts without a slot pass through transit slots, in several passes if necessary, and the bits are the same."""
     there = Paged(shape, tokens, quota=4, transit=3)
     kwargs = {"tiles": there.few if tokens <= moe.FEW_TOKENS else there.tiles}
     rng = random.Random(4)
@@ -129,7 +129,7 @@ def test_more_experts_than_slots_are_resident_to_the_bit(shape: tuple[Any, ...],
         there.table.check()
     hits, gathered, _ = there.table.totals[1].tolist()
     assert hits > 0
-    assert 4 < gathered <= 2 * EXPERTS - hits  # each expert once a step, however many tokens ask for it
+    assert 4 < gathered <= 2 * EXPERTS - hits  # each expert once per step, for any number of tokens
 
 
 def test_the_plain_paged_mixture_is_near() -> None:
@@ -148,10 +148,10 @@ def test_the_plain_paged_mixture_is_near() -> None:
 
 @contextmanager
 def host(there: Paged, queue: HostExpertQueue) -> Iterator[list[int]]:
-    """A thread that answers the queue; the layers it was asked about."""
+    """Answer the queue in a thread; yield the list of layers that it was asked for."""
     layers: list[int] = []
     stop = threading.Event()
-    # Before the thread starts: a copy from the device would wait for the kernel that waits for this thread's answer.
+    # Copied before the thread starts: a copy from the device would wait for the kernel that waits for this thread.
     cpu = [Experts(each.weight.map(lambda tensor: tensor.cpu())) for each in there.whole]
 
     def work() -> None:
@@ -303,7 +303,7 @@ def test_ranks_with_experts_of_their_own_add_up_to_the_mixture(shape: tuple[Any,
     counted = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     total = torch.zeros_like(whole, dtype=torch.float32)
     for rank in range(3):
-        own = OwnExperts(rank * each, (rank + 1) * each, counted if rank == 0 else None)
+        own = LocalExperts(rank * each, (rank + 1) * each, counted if rank == 0 else None)
         held = [Experts(stack.weight.map(lambda tensor, own=own: tensor[own.start : own.stop].contiguous()),
                         None if stack.bias is None else stack.bias[own.start : own.stop].contiguous())
                 for stack in (of.first, of.second)]

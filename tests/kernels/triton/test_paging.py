@@ -1,4 +1,4 @@
-"""The device's page table does what the plain one does, whatever is asked for, and its slots hold what it says."""
+"""The device's page table acts like the plain one under any requests, and its slots hold the experts it lists."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def test_a_random_walk_is_the_plain_one(seed: int, hosted: bool) -> None:
             assert torch.equal(slots[table.slot_of[layer][there.to(DEVICE)].long()].cpu(), records[layer][there])
     hits, gathered, with_host = table.totals.sum(0).tolist()
     assert hits > 0
-    assert gathered > 26  # slots were taken from somebody
+    assert gathered > 26  # some experts were replaced
     assert (with_host > 0) == hosted
 
 
 @pytest.mark.parametrize("transit", [1, 3])
 @pytest.mark.parametrize("hosted", [False, True])
 def test_more_experts_than_slots_pass_through_transit(transit: int, hosted: bool) -> None:
-    """Each is fetched once, whatever the tokens that ask for it, and is in one pass; the layer's slots stay its own."""
+    """Each expert is fetched once for all its tokens, and belongs to one pass; the layer keeps its own slots."""
     rng, quotas = random.Random(transit), [4, 3, 6]
     table, expected = twins(quotas, 24, transit=transit)
     split = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32, device=DEVICE) if hosted else None
@@ -121,7 +121,7 @@ def test_more_experts_than_slots_pass_through_transit(transit: int, hosted: bool
             assert with_host.isdisjoint(computed)
             assert set(ids.flatten().tolist()) <= with_host | set(computed)
             most = max(most, len(set(ids.flatten().tolist())) - quotas[layer])
-    assert most > transit  # so that there was more than one pass
+    assert most > transit  # so there was more than one pass
     assert (int(table.totals[:, 2].sum()) > 0) == hosted
 
 
@@ -139,7 +139,7 @@ def fill(table: PageTable, experts: list[int]) -> None:
 
 
 def victim(table: PageTable, expert: int) -> int:
-    """Who leaves when the expert comes."""
+    """Return the expert that is evicted when `expert` is fetched."""
     before = set((table.slot_of[0] != NONE).nonzero().flatten().tolist())
     device.resolve(torch.tensor([[expert]], dtype=torch.int32, device=DEVICE), table, 0)
     after = set((table.slot_of[0] != NONE).nonzero().flatten().tolist())
@@ -165,14 +165,14 @@ def test_the_lowest_worth_leaves_then_the_longest_unused_then_the_first_slot() -
     fill(table, [3, 5])
     table.step.fill_(20)
     table.worth[0, 4:8] = torch.tensor([2.0, -1.0, -1.0, 2.0], device=DEVICE)
-    assert victim(table, 0) == 6  # -1, last used at 0
-    assert victim(table, 1) == 5  # -1, last used at 10
+    assert victim(table, 0) == 6  # worth -1, last used in step 0
+    assert victim(table, 1) == 5  # worth -1, last used in step 10
     table.step.fill_(30)
-    assert victim(table, 2) == 3  # of worth 0 as 0 and 1, which were used later
-    assert victim(table, 8) == 1  # as old as 0, in a lower slot than its
+    assert victim(table, 2) == 3  # worth 0, as 0 and 1, which were used later
+    assert victim(table, 8) == 1  # as old as 0, in a lower slot
     table.step.fill_(31)
     table.worth[0, 0] = 5.0
-    assert victim(table, 9) == 4  # 2 and 8 are worth least but were used in the step before
+    assert victim(table, 9) == 4  # 2 and 8 are worth least but were used in the previous step
 
 
 def test_what_is_worth_most_stays_while_anything_else_can_go() -> None:
@@ -222,7 +222,7 @@ def posted(counts: list[int], pairs: int, place: list[int]) -> Resolution:
 
 @pytest.mark.parametrize("tokens", [2, 3])
 def test_mail_is_posted_as_the_plain_one(tokens: int) -> None:
-    """Only the rows of tokens that are asked about, where they are fewer than all."""
+    """Only the rows of tokens in the request are posted, if they are fewer than all."""
     found, expected = (HostExpertQueue.make(3, 6, 40, DEVICE) for _ in range(2))
     x = torch.randn(tokens, 40, dtype=torch.bfloat16, device=DEVICE)
     for layer, resolution in ((3, posted([0, 2], 4, [-1, 0, 1, -1])), (4, posted([0, 0], 4, [-1] * 4))):
@@ -231,7 +231,7 @@ def test_mail_is_posted_as_the_plain_one(tokens: int) -> None:
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         assert torch.equal(found.memory, expected.memory)
-        assert found.header[places.POSTED] == 1  # the second had nothing to say
+        assert found.header[places.POSTED] == 1  # the second had nothing to post
         assert found.state.tolist() == [1, 0]
 
 
@@ -253,7 +253,7 @@ def test_mail_lies_where_its_layout_says() -> None:
 @pytest.mark.parametrize("place", [[-1, 1, 0, -1], [-1] * 4, None])
 def test_answers_take_their_places_in_the_sum(shared: bool, place: list[int] | None, few: int,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for them: each program, or one before all others."""
+    """Answers are added in the right places, whether each program waits for them or one does before all others."""
     monkeypatch.setattr(device, "FEW_PROGRAMS", few)
     mail = HostExpertQueue.make(2, 4, 40, DEVICE)
     mail.out.copy_(torch.randn(4, 40))
@@ -264,7 +264,7 @@ def test_answers_take_their_places_in_the_sum(shared: bool, place: list[int] | N
     resolution = None
     if place is not None:
         resolution = posted([0, sum(row >= 0 for row in place)], 4, place)
-        rows[resolution.place >= 0] = math.nan  # nobody wrote there
+        rows[resolution.place >= 0] = math.nan  # these rows were never written
     found = device.collect(rows, shares, resolution, mail, torch.float32, shared)
     expected = collect_reference(rows, shares, resolution, mail, torch.float32, shared)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -281,7 +281,7 @@ def test_a_host_that_does_not_answer_is_told_of(few: int, monkeypatch: pytest.Mo
     device.collect(rows, shares, posted([0, 0], 2, [-1, -1]), mail, torch.float32, patience=20)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    assert not mail.failed  # nothing was asked
+    assert not mail.failed  # nothing was requested
     device.collect(rows, shares, posted([0, 1], 2, [0, -1]), mail, torch.float32, patience=20)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Norms of heads, rotary embedding and the store of keys and values in one kernel, as the plain functions have them."""
+"""Norms of heads, rotary embedding and the store of keys and values in one kernel equal the separate functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_norm_rope_and_store_in_one(kv_dtype: str, normed: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens = case.q.shape[0]
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=generator).to(DEVICE)
-    qkv[3, heads] = 0  # a key of zeros has no scale
+    qkv[3, heads] = 0  # a key of zeros has a scale of 0
     weights = [torch.rand(dim, generator=generator).to(DEVICE) + 0.5 for _ in range(2)]
     cos, sin = (torch.randn(64, dim // 2, generator=generator).to(DEVICE) for _ in range(2))
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -38,7 +38,7 @@ def test_norm_rope_and_store_in_one(kv_dtype: str, normed: bool) -> None:
     torch.testing.assert_close(qkv[:, :heads], q)
     if kv_dtype == "auto":
         torch.testing.assert_close(found, expected, equal_nan=True)
-    else:  # where the last bit of a sum differs, a code may be the next one
+    else:  # if the last bit of a sum differs, a code may be the next one
         different = (found != expected).float().mean()
         assert different < 0.01
 
@@ -52,7 +52,7 @@ def test_store_writes_the_same_bytes(kv_dtype: str) -> None:
     v[2] *= 1e-30
     expected, found = case.kv.clone(), case.kv.clone()
     store_kv_reference(k, v, expected, case.batch)
-    qkv, flat = torch.cat((case.q, k, v), dim=1), torch.zeros(64, 32, device=DEVICE)  # a rotation by nothing
+    qkv, flat = torch.cat((case.q, k, v), dim=1), torch.zeros(64, 32, device=DEVICE)  # angle 0: no rotation
     norm_rope_store(qkv, None, None, 0.0, flat + 1, flat, case.batch.positions, case.batch.rows, None,
                     case.batch.block_table, found, 16, 4, kv_dtype)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

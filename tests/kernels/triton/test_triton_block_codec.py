@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 
 
 def made(block_size: int, dim: int) -> torch.Tensor:
-    """Seven blocks of two layers and three heads, with numbers of many sizes, a head and some tokens of zeros."""
+    """Return seven blocks of two layers and three heads: many magnitudes, a head and some tokens of zeros."""
     generator = torch.Generator().manual_seed(dim)
     pool = torch.randn(7, 2, 2, 3, block_size * dim, generator=generator)
     pool *= 10.0 ** torch.randint(-4, 2, pool.shape, generator=generator)
@@ -43,7 +43,7 @@ def test_bits_are_those_of_the_reference(block_size: int, dim: int, kind: str, d
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16, "fp8", "int8"], ids=str)
 @pytest.mark.parametrize(("block_size", "dim"), [(16, 64), (24, 72)])
 def test_four_bits_are_those_of_the_reference(block_size: int, dim: int, kind: torch.dtype | str) -> None:
-    """From and to a pool of numbers, or of codes of eight bits."""
+    """The bits are those of the reference, from and to a pool of numbers or of 8-bit codes."""
     pool = made(block_size, dim)
     if isinstance(kind, str):
         pool, pool_dtype, dtype = kv_quant.encode_blocks(pool, block_size, kind).to(DEVICE), kind, torch.uint8

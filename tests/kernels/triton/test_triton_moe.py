@@ -1,4 +1,4 @@
-"""The device's mixture of experts computes what the plain one does, by either path, in every form of weights."""
+"""The device's mixture of experts computes the same as the plain one, by either path, in every weight format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter 
 
 
 def wide(experts: Experts) -> Experts:
-    """The same values in float32."""
+    """Return the same values in float32."""
     bias = None if experts.bias is None else experts.bias.float()
     each = [experts.expert(index, torch.float32).float() for index in range(experts.count)]
     return Experts(Linear(DENSE, experts.weight.shape, (torch.stack(each),)), bias)
@@ -72,7 +72,7 @@ def test_both_paths_match_the_reference(
 ])
 def test_a_few_tokens_are_summed_and_rounded_as_many_by_a_batch_invariant_format(
         form: str, hidden: int, inner: int, clamped: bool) -> None:
-    """To the bit on a card; the interpreter's products depend on how many rows there are."""
+    """Few tokens are equal to many, to the bit, on a GPU; the interpreter's products depend on the number of rows."""
     x, scores, first, second = case(form, 5, hidden, inner, 4, HALF, clamped)
     limit, fixed = 1.5 if clamped else None, (batch_invariant(first), batch_invariant(second))
     many = device.mixture(x, scores, *fixed, 2, True, limit, few_tokens=0)
@@ -106,7 +106,7 @@ def test_a_large_step_widens_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extents, "WIDE_ROWS", 6)
     found = device.mixture(x, scores, first, second, 2, True)
     assert_near(found, exact, 1.5e-2)
-    assert not torch.equal(found, narrow)  # rounded otherwise: it is not the same path
+    assert not torch.equal(found, narrow)  # rounded differently, so another path was used
     fixed = batch_invariant(first), batch_invariant(second)
     assert torch.equal(device.mixture(x, scores, *fixed, 2, True)[:10],
                        device.mixture(x[:10], scores[:10], *fixed, 2, True))
@@ -118,7 +118,7 @@ def test_a_large_step_widens_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_routing_is_top_k_of_a_softmax(renormalize: bool) -> None:
     tokens, experts, k = 7, 11, 3
     scores = torch.randn(tokens, experts, device=DEVICE)
-    scores[3, 4] = scores[3, 9] = scores[3, 2] = 5.0  # equal: the lower id first
+    scores[3, 4] = scores[3, 9] = scores[3, 2] = 5.0  # of equal scores, the lower id comes first
     x = torch.randn(tokens, 32, device=DEVICE)
     ids, shares, ready = routing.route(scores, x, k, renormalize, DENSE.experts)
     assert ready is x
@@ -135,7 +135,7 @@ def test_pairs_are_sorted_into_tiles_of_one_expert(tokens: int, tile: int) -> No
     experts, k = 5, 2
     torch.manual_seed(tokens)
     ids = torch.rand(tokens, experts, device=DEVICE).topk(k).indices.int()
-    ids[ids == 3] = 1  # an expert that nobody chose
+    ids[ids == 3] = 1  # expert 3 is never chosen
     order, tiles = routing.sort_by_expert(ids, experts, tile)
     flat = ids.flatten()
     assert torch.equal(order.long(), flat.sort(stable=True).indices)
@@ -158,7 +158,7 @@ def test_any_routing_fits_the_grid() -> None:
 
 
 def _splits(pairs: int, experts: int) -> list[list[int]]:
-    """All on one expert, spread evenly, and as many experts as can be with one pair more than a multiple of 16."""
+    """Return all pairs on one expert, an even spread, and one pair per expert with the rest on the first."""
     even = [pairs // experts + (index < pairs % experts) for index in range(experts)]
     ragged = [min(1, max(0, pairs - index)) for index in range(experts)]
     ragged[0] += pairs - sum(ragged)

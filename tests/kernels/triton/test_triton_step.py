@@ -1,4 +1,4 @@
-"""The rest of a step on the device: norms, activations, products of few rows or of a fixed order, draws, tables."""
+"""The rest of a step on the device: norms, activations, products of few rows or a fixed order, draws, tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_norm_after_the_residual_sum(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations(dtype: torch.dtype) -> None:
     x = 4 * normal(3, 2 * 1500, dtype=dtype)
-    # Two roundings, each of which may fall the other way.
+    # Two roundings, each of which may go in the other direction.
     torch.testing.assert_close(silu_and_mul(x), silu_and_mul_reference(x), rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
 
 
@@ -59,12 +59,12 @@ def test_products_of_one_row(inner: int) -> None:
     (inner, dtype) for inner in (192, 200, 1160, 1280) for dtype in DTYPES[:2]
 ])
 def test_a_row_of_a_product_has_the_same_bits_among_any_others(inner: int, dtype: torch.dtype) -> None:
-    """Through every tile, of a matrix with one chunk and of one with four."""
-    rows, channels = 133 if DEVICE == "cpu" else 300, 24  # more rows than one tile has, enough for CUDA C++ on a card
+    """A row has the same bits through every tile, for a matrix with one chunk and for one with four."""
+    rows, channels = 133 if DEVICE == "cpu" else 300, 24  # more rows than one tile has, enough for CUDA C++ on a GPU
     x, w, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in
                   enumerate([(rows, inner), (channels, inner), (channels,)]))
     assert product_chunks(channels, inner)[0] == (1 if inner <= 200 else 4)
-    # The interpreter's products are a library's, in whatever order that likes.
+    # The interpreter's products are those of a library, in an unspecified order.
     exact = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {"rtol": 1e-2, "atol": 100 * torch.finfo(dtype).eps}
     product = F.linear(x.float(), w.float(), bias.float())
     for multiply, plain in ((ordered_linear, product), (ordered_linear_silu, silu_and_mul_reference(product))):
@@ -90,7 +90,7 @@ def test_draws_are_those_of_the_sampler() -> None:
     vocab = 2 * CHUNK + 77
     logits = 3 * normal(6, vocab)
     logits[4, 100:] = -torch.inf
-    logits[1, [5, CHUNK + 3]] = 50.0  # equals: the first of them is the largest
+    logits[1, [5, CHUNK + 3]] = 50.0  # equal logits: the first of them counts as the largest
     temperature = torch.tensor([0.0, 0.0, 1.0, 0.5, 1.3, 1.0], device=DEVICE)
     uniform = torch.tensor([0.3, 0.9, 0.0, 0.7, 0.999999999, 1.0 - 2**-53], dtype=torch.float64, device=DEVICE)
     found = torch.full((6,), -1, dtype=torch.int64, device=DEVICE)
@@ -109,7 +109,7 @@ def test_draws_are_those_of_the_sampler() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_left_to_choose_from_is_what_the_sampler_leaves(dtype: torch.dtype) -> None:
-    """Few different logits, so that the last one kept has equals; some rows ask for one thing, some for several."""
+    """The same tokens remain as in the sampler, with ties at the last one, and rows with one or several filters."""
     vocab = CHUNK + 500
     logits = (2 * normal(9, vocab)).round(decimals=1).to(dtype)
     logits[8, 50:] = -torch.inf
@@ -151,7 +151,7 @@ def test_bytes_are_brought_from_the_host(nbytes: int) -> None:
 
 
 def test_draws_follow_the_probabilities() -> None:
-    """Evenly spread random numbers hit every token as often as its probability says."""
+    """Evenly spread random numbers hit every token as often as its probability requires."""
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]], device=DEVICE)
     count = 64
     found = torch.empty(count, dtype=torch.int64, device=DEVICE)
@@ -169,7 +169,7 @@ def test_pending_tokens_and_table_entries_take_their_places() -> None:
     fill_tokens(tokens, sources, drawn)
     assert tokens[[1, 2, 3, 299]].tolist() == [1, 1007, 3, 1001]
     tables = torch.zeros(2, 3, 4, dtype=torch.int32, device=DEVICE)
-    updates = torch.tensor([2, 0, 5, 50, 23, 60, 1, 99], dtype=torch.int32, device=DEVICE)  # the third does not count
+    updates = torch.tensor([2, 0, 5, 50, 23, 60, 1, 99], dtype=torch.int32, device=DEVICE)  # the third is ignored
     update_tables(tables, updates, 3)
     assert tables.flatten()[[5, 23, 1]].tolist() == [50, 60, 0]
     assert int(tables.sum()) == 110

@@ -1,4 +1,4 @@
-"""Each adapter starts its engine as its users do, reads what it tells, and empties its cache where that is possible."""
+"""Each adapter starts its engine as users do, reads what it reports, and empties its cache if possible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spillover.lab.engines.needs import needs_of
 from spillover.lab.engines.vllm import VllmEngine
 from support.servers.stub_environment import stub_python
 
-# As vLLM 0.32 wrote it on a CPU after two requests of the same 300 tokens, less most lines and labels.
+# The output of vLLM 0.32 on a CPU after two requests with the same 300 tokens, without most lines and labels.
 VLLM_PAGE = """\
 # HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
 # TYPE vllm:cache_config_info gauge
@@ -38,7 +38,7 @@ vllm:prompt_tokens_total{engine="0",model_name="m"} 600.0
 vllm:generation_tokens_total{engine="0",model_name="m"} 8.0
 vllm:num_preemptions_total{engine="0",model_name="m"} 0.0
 """
-# As SGLang's documentation shows it.
+# The example of SGLang's documentation.
 SGLANG_PAGE = """\
 # TYPE sglang:prompt_tokens_total counter
 sglang:prompt_tokens_total{model_name="m"} 8.128902e+06
@@ -47,7 +47,7 @@ sglang:cached_tokens_total{model_name="m"} 1.0e+06
 # TYPE sglang:max_total_num_tokens gauge
 sglang:max_total_num_tokens{model_name="m"} 439360.0
 """
-# As llama.cpp's server wrote it after two requests of the same 300 tokens.
+# The output of llama.cpp's server after two requests with the same 300 tokens.
 LLAMACPP_PAGE = """\
 # TYPE llamacpp:prompt_tokens_total counter
 llamacpp:prompt_tokens_total 301
@@ -70,7 +70,7 @@ def test_vllm_is_started_read_and_reset(tmp_path: Path) -> None:
         argv = engine.get_json("/argv")
         assert argv[1:3] == ["serve", "some/model"]
         assert argv[argv.index("--cpu-offload-gb") + 1] == "8"
-        assert engine.get_json("/environ")["VLLM_SERVER_DEV_MODE"] == "1"  # or there is no page to reset it
+        assert engine.get_json("/environ")["VLLM_SERVER_DEV_MODE"] == "1"  # needed for the route that resets it
         assert engine.running.version == "1.2.3"
         assert engine.device_pool_tokens() == 46592
         assert engine.counters() == {"prompt_tokens": 600, "generation_tokens": 8, "prefix_queries": 600,
@@ -134,7 +134,7 @@ def test_the_wheel_s_server_takes_llama_server_s_flags_and_refuses_others(capsys
     assert (made.cache_prompt, made.no_kv_offload, made.endpoint_metrics) == (False, True, True)
     assert (made.cpuparams.n_threads, made.cpuparams_batch.n_threads) == (2, 2)
     assert made.model_alias == {"x"}
-    assert not hasattr(made, "n_batch")  # was not asked for: stays as llama.cpp has it
+    assert not hasattr(made, "n_batch")  # not given: stays at llama.cpp's default
     with pytest.raises(SystemExit):
         flags.parse_args(["-m", "x.gguf", "-ncmoe", "32"])
     assert "-ncmoe" in capsys.readouterr().err
@@ -157,7 +157,7 @@ def test_a_server_of_somebody_else_is_measured_and_left_alone(tmp_path: Path) ->
             assert engine.running.url == owner.running.url
             assert engine.running.model_name == "stub-model"
             assert engine.running.pid is None
-            assert engine.counters()["prefix_hits"] == 256  # vLLM, by the names of its metrics
+            assert engine.counters()["prefix_hits"] == 256  # recognised as vLLM by the names of its metrics
             assert engine.device_pool_tokens() == 364 * 128
             assert not engine.reset_cache().done
             engine.check()
@@ -200,7 +200,7 @@ def test_a_mistyped_kind_is_answered_with_the_nearest() -> None:
     assert {engine_class(kind).kind for kind in KINDS} == set(KINDS)
 
 
-# A switch that an engine would ignore makes the arm skipped, whether a preset or the experiment itself set it.
+# An arm with a switch that its engine would ignore is skipped, whether a preset or the experiment set it.
 
 def test_switches_that_would_be_ignored_show_what_they_need() -> None:
     assert needs_of(EngineSpec("vllm", env={"VLLM_USE_UVM": "1"})) == ("cuda", "vllm-uvm")
@@ -240,7 +240,7 @@ def test_a_patched_driver_must_be_declared(tmp_path: Path, monkeypatch: pytest.M
     assert missing(spec) is None
 
 
-# A server's page of metrics
+# A server's metrics page
 
 def test_a_page_is_read_whatever_its_labels_hold() -> None:
     samples = parse_metrics('# HELP x y\nx_total{a="1, }2",b="say \\"hi\\"\\n"} 3 1700000000\ny 4e2\n\n'
@@ -262,7 +262,7 @@ def test_counters_of_which_a_part_is_missing_are_left_out() -> None:
 
 
 def test_the_server_file_stands_alone() -> None:
-    """It is run by an interpreter that has no spillover."""
+    """The server file imports no spillover module, because the interpreter that runs it has none."""
     source = Path(llamacpp_server.__file__).read_text()
     assert "import spillover" not in source
     assert "from spillover" not in source

@@ -1,4 +1,4 @@
-"""vLLM and SGLang get the same weights as a Hugging Face folder by `spill export`; hopeless arms are found early."""
+"""vLLM and SGLang get the same weights as a folder by `spill export`; arms that cannot run are found early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every configuration that the seeds name is a preset, and every preset is a command that its engine would take."""
+"""Every configuration named in the seeds is a preset, and every preset is a valid command of its engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spillover.lab.engines import EngineSpec, engine_class, make_engine
 from spillover.lab.engines.needs import unmet
 from spillover.lab.presets import PRESETS, find_preset
 
-# What a seed typed, as far as it is memory or scheduling, and the preset that stands for it. Where a flag has another
-# name today, it is today's.
+# The memory and scheduling flags of each seed, and the preset that corresponds to it. Renamed flags have their present
+# names.
 NAMED = {
     "vllm-cpu-offload-8": "--enforce-eager --cpu-offload-gb 8",
     "vllm-qwen3-0.6b-offloading": """--tensor-parallel-size 2 --gpu-memory-utilization 0.2 --kv-transfer-config
@@ -77,11 +77,11 @@ def test_every_seed_is_there_and_every_preset_makes_a_command() -> None:
             spec = EngineSpec(spec.kind, "some/model", spec.args, spec.env, preset=name)
         assert engine_class(preset.engine)(spec).command(8000), name
         assert preset.about, name
-        unmet(spec)  # every need is one that can be checked
+        unmet(spec)  # every need can be checked
 
 
 def test_spillover_takes_the_flags_of_its_presets() -> None:
-    """Read by its own command line; nothing is started."""
+    """The command line accepts the flags; nothing is started."""
     known = {option for parameter in serve.params if isinstance(parameter, click.Option)
              for option in (*parameter.opts, *parameter.secondary_opts)}
     own = [name for name, preset in PRESETS.items() if preset.engine == "spillover"]

@@ -1,4 +1,4 @@
-"""An engine's process is the lab's own: started, waited for, watched, and gone afterwards with all that it started."""
+"""The lab owns an engine's process: it is started, awaited, watched, and stopped with all processes that it started."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_each_start_has_a_log_of_its_own(tmp_path: Path) -> None:
 
 
 def test_nothing_that_the_engine_started_outlives_it(tmp_path: Path) -> None:
-    """Neither a child of its group nor one that made a group of its own."""
+    """Neither a child in the engine's group nor one with its own group outlives it."""
     children = tmp_path / "children"
     with engine(children=children) as stub:
         pids = json.loads(children.read_text())
@@ -136,7 +136,7 @@ def test_a_killed_lab_leaves_no_engine_behind(tmp_path: Path) -> None:
     lab.wait()
     assert gone(server)
     assert gone(in_group)
-    os.kill(json.loads(children.read_text())[1], signal.SIGKILL)  # it left the group, and nobody was left to know it
+    os.kill(json.loads(children.read_text())[1], signal.SIGKILL)  # it left the group, and the lab that knew it is dead
 
 
 def test_an_engine_that_ends_at_its_start_is_a_result_with_its_reason(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_another_environment_does_not_see_our_paths(monkeypatch: pytest.MonkeyPa
     assert process_module.environment({}, foreign=False)["PYTHONPATH"] == "/ours"
 
 
-# What engines write when they run out of memory, and when it is something else.
+# Output of engines that run out of memory, and of engines with other errors.
 OUT_OF_MEMORY = [
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.16 GiB. GPU 0 has a total capacity of 31.36 GiB",
     "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",

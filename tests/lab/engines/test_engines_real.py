@@ -1,4 +1,4 @@
-"""The engines of others for real, where an environment that holds one is named (make test-clients).
+"""Other engines for real, if an environment that contains them is given (make test-clients).
 
 SPILLOVER_LLAMACPP_PYTHON: an interpreter with xllamacpp. SPILLOVER_VLLM_PYTHON: one with vLLM, and
 SPILLOVER_VLLM_MODEL: a Hugging Face folder of a small model.
@@ -38,7 +38,7 @@ def ask(engine: Engine) -> dict[str, Any]:
 
 
 def exercise(spec: EngineSpec) -> None:
-    """A prompt is computed, found in the cache, and computed again once the cache was emptied."""
+    """Check that a prompt is computed, found in the cache, and computed again after the cache was emptied."""
     with make_engine(spec) as engine:
         assert engine.running.version
         assert (engine.device_pool_tokens() or 0) >= 1024

@@ -1,4 +1,4 @@
-"""Spillover as an arm: the real server, with no model behind it so that it is up in seconds."""
+"""Spillover as an arm: the real server with the null model, so that it starts in seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARGS = {"load-format": "null", "max-model-len": 512, "num-gpu-blocks-override": 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """A null engine has no prefix cache to speak of, but all of its pages."""
+    """Yield an engine with the null model, which hardly uses its prefix cache but has all routes."""
     spec = EngineSpec("spillover", args=ARGS, env={"OMP_NUM_THREADS": "1"}, ready_seconds=120)
     with make_engine(spec, tmp_path_factory.mktemp("logs")) as running:
         yield running
@@ -70,7 +70,7 @@ def test_a_recorder_beside_it_sees_the_engine_and_its_processes(engine: Engine, 
 
 
 def test_an_engine_process_that_died_and_came_back_has_crashed(engine: Engine) -> None:
-    """Last of this file: the supervisor starts it again, and the server is healthy; the run was not."""
+    """Last in this file: the supervisor restarts the engine and the server is healthy, but the run has crashed."""
     assert engine.running.pid is not None
     children = psutil.Process(engine.running.pid).children(recursive=True)
     os.kill(max(children, key=lambda child: child.memory_info().rss).pid, signal.SIGKILL)

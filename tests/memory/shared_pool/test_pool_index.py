@@ -1,4 +1,4 @@
-"""The owner's books against a plain model: never over budget, no slot twice, nothing lost when a client goes."""
+"""The pool's index against a plain model: never over budget, no slot used twice, no leak when a client leaves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from spillover.memory.shared_pool.index import FULL, PAGE, THERE, Client, PoolIn
 
 SLAB = 4 * PAGE
 SLABS = 4
-PAYLOADS = (100, PAGE, PAGE + 1, 3 * PAGE, SLAB)  # of the models a, b, c, d, e: some share a size of slots
+PAYLOADS = (100, PAGE, PAGE + 1, 3 * PAGE, SLAB)  # of the models a, b, c, d, e: some share a slot size
 KEYS = st.lists(st.integers(0, 11).map(lambda number: bytes([number])), min_size=1, max_size=5, unique=True)
 WHO = st.integers(0, 5)
 
 
 class Books(RuleBasedStateMachine):
-    """Random calls. `written` is what each place holds as clients believe: (model, key, checksum)."""
+    """Random calls. `written` is the content of each place as clients know it: (model, key, checksum)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Books(RuleBasedStateMachine):
         self.index = PoolIndex(SLABS * SLAB, SLAB, clock=lambda: self.time)
         self.clients: list[Client] = []
         self.leased: dict[int, list[tuple[int, bytes]]] = {}  # by client: (place, key)
-        self.pinned: dict[int, list[tuple[int, int]]] = {}  # by client: (place, checksum), once for each pin
+        self.pinned: dict[int, list[tuple[int, int]]] = {}  # by client: (place, checksum), once per pin
         self.memory: dict[int, tuple[bytes, bytes, int]] = {}  # place -> what was last written there
         self.sums = 0
 
@@ -170,7 +170,7 @@ def test_least_recently_used_goes_first() -> None:
     stored(index, client, named(0, 8))
     assert index.find(client, named(4, 2)) == [True, True]
     stored(index, client, named(100, 2))
-    # Of what was not used since, the end goes first.
+    # Of the blocks unused since, those at the end are evicted first.
     assert [number for number in range(8) if index.find(client, named(number, 1)) == [False]] == [6, 7]
 
 
@@ -183,7 +183,7 @@ def test_an_unused_model_gives_its_slabs_to_another_size() -> None:
         index.check()
     assert len(old.model.blocks) <= 4
     assert len(new.model.blocks) >= 6
-    # And back again.
+    # The other way round.
     for first in range(100, 140, 4):
         stored(index, old, named(first, 4))
         index.check()

@@ -1,5 +1,5 @@
-"""Processes that store and load all the time, and their owner, killed and stopped in random orders: no wrong byte is
-ever loaded, and nothing is left behind. benchmarks/host_pool_kills.py does the same with engines, comparing tokens."""
+"""Processes that constantly store and load, and the pool's process, are killed and stopped in random order: no wrong
+byte is ever loaded, and nothing leaks. benchmarks/host_pool_kills.py does the same with engines and compares tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def said(pool: PoolProcess, seed: int) -> list[str]:
 
 
 def progress(pool: PoolProcess, seeds: list[int], lines: int) -> None:
-    """Wait until each of these workers has said something more."""
+    """Wait until each of these workers has printed `lines` more lines."""
     before = {seed: len(said(pool, seed)) for seed in seeds}
     deadline = time.monotonic() + 30
     while any(len(said(pool, seed)) < before[seed] + lines for seed in seeds):
@@ -64,7 +64,7 @@ def progress(pool: PoolProcess, seeds: list[int], lines: int) -> None:
 def test_kills_in_random_orders() -> None:
     rng = random.Random(6)
     shm = set(os.listdir("/dev/shm"))
-    with PoolProcess(16 * 4 * 12_288) as pool:  # 64 blocks of the 80 that there are
+    with PoolProcess(16 * 4 * 12_288) as pool:  # room for 64 of 80 blocks
         workers = {seed: start_worker(pool, seed) for seed in range(2)}
         made = 2
         try:

@@ -1,4 +1,4 @@
-"""Weights in a pool: the owner's books of them under random use, and what an engine gets, keeps and gives back."""
+"""Weights in a pool: the index under random use, and what an engine receives, keeps and frees."""
 
 from __future__ import annotations
 

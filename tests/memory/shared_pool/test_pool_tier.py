@@ -1,4 +1,4 @@
-"""The pool's tier and its owner, in processes of their own: blocks come back, are shared, and are never mixed up."""
+"""The pool's tier and the pool's process: blocks can be loaded again, are shared, and are never mixed up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from support.tier_calls import (
 
 PAYLOAD = 10_000
 STRIDE = 12_288
-PATIENT = 20.0  # these are about what comes back, not about when
+PATIENT = 20.0  # seconds: these tests check contents, not timing
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_damaged_block_is_a_miss(tier: SharedPoolTier) -> None:
 
 
 class Device:
-    """Blocks of a device, and a link that refuses copies from one slab into the next."""
+    """Blocks of a device, and a link that refuses copies across the end of a slab."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [bytearray(PAYLOAD) for _ in range(num_blocks)]
@@ -174,7 +174,7 @@ class Device:
 
 
 def test_blocks_go_between_the_pool_and_a_device_directly(pool: PoolProcess, tier: SharedPoolTier) -> None:
-    """By either way in and either way out, in random order, a block is what was stored."""
+    """Whether copied directly or through the host, and in any order, a block loads as it was stored."""
     assert isinstance(tier, MappedTier)
     rng, device = random.Random(5), Device(16)
     second = open_tier(pool)
@@ -261,7 +261,7 @@ def test_an_idle_engine_gives_a_dead_owners_memory_back(pool: PoolProcess) -> No
     put(tier, some_blocks(1))
     assert mapped_pools() == 1
     pool.kill()
-    until(lambda: mapped_pools() == 0)  # though nobody calls the tier
+    until(lambda: mapped_pools() == 0)  # although the tier is not called
     close(tier)
 
 
@@ -284,7 +284,7 @@ def test_a_stopped_owner_is_waited_for_once(pool: PoolProcess) -> None:
 
 
 def test_what_a_killed_engine_held_is_free_again(pool: PoolProcess) -> None:
-    """An engine that dies while it writes and reads: others get all of the memory."""
+    """The memory held by an engine that dies while it writes and reads becomes available to others."""
     program = """
 import os, sys, time
 from pathlib import Path
@@ -340,7 +340,7 @@ def test_others_are_kept_out(pool: PoolProcess, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "closed" / "sock").write_text("a file of somebody")
     with pytest.raises(SpilloverError, match="no socket"):
         PoolOwner(1 << 20, tmp_path / "closed" / "sock")
-    if os.getuid() == 0:  # a client of another user is not served, even if it can reach the socket
+    if os.getuid() == 0:  # a client of another user is rejected, even if it can reach the socket
         pool.folder.chmod(0o755)
         pool.path.parent.chmod(0o755)
         pool.path.chmod(0o666)
@@ -348,7 +348,7 @@ def test_others_are_kept_out(pool: PoolProcess, tmp_path: Path, monkeypatch: pyt
         stranger = subprocess.run(["/usr/bin/env", "python3", "-c", program, str(pool.path)], user=65534, check=True,
                                   capture_output=True, timeout=30)
         assert stranger.stdout.strip() == b"b''"
-    monkeypatch.setattr(os, "getuid", lambda: 12345)  # nor is an owner of another user believed
+    monkeypatch.setattr(os, "getuid", lambda: 12345)  # a pool process of another user is not trusted either
     with pytest.raises(PoolUnavailableError, match="another user"):
         ask_owner(pool.path, wire.Ask(), wire.Report)
 

@@ -1,3 +1,3 @@
-"""The server that the tests of the remote tier share."""
+"""The server used by the tests of the remote tier."""
 
 from support.valkey import valkey, valkey_program  # noqa: F401

@@ -1,4 +1,4 @@
-"""Disks that are really full, read-only, forbidden or gone: no request fails, and what can still be done is done."""
+"""Disks that are full, read-only, forbidden or missing: no request fails, and everything still possible works."""
 
 import errno
 import logging
@@ -24,7 +24,7 @@ from support.tier_calls import IDENTITY, block_key, close, get, has, put
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 96 KiB."""
+    """Yield a file system of 96 KiB."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(tmp_path)], capture_output=True, text=True
     )
@@ -36,7 +36,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def nobody_folder() -> Iterator[Path]:
-    """A folder that `as_nobody` can reach, unlike those of pytest."""
+    """Yield a folder that `as_nobody` can access, unlike those of pytest."""
     folder = Path(tempfile.mkdtemp(prefix="spillover-test-"))
     folder.chmod(0o755)
     yield folder
@@ -45,7 +45,7 @@ def nobody_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def as_nobody() -> Iterator[None]:
-    """Root may do everything, so somebody else has to try."""
+    """Run as another user if the tests run as root, for whom nothing is forbidden."""
     if os.geteuid() == 0:
         os.seteuid(65534)
         yield
@@ -96,7 +96,7 @@ def test_disk_with_space_again_grows_again(small_disk: Path) -> None:
 
 
 def test_limit_on_file_size(tmp_path: Path) -> None:
-    """As a quota would: only a part of the first segment can be written."""
+    """With a limit like a quota, only part of the first segment can be written."""
     script = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -138,7 +138,7 @@ def test_disk_without_space_for_a_block_is_refused_unless_blocks_are_there(small
     put(tier, some_blocks(1))
     close(tier)
     with suppress(OSError):
-        (small_disk / "big").write_bytes(bytes(1 << 20))  # as much as there is room for
+        (small_disk / "big").write_bytes(bytes(1 << 20))  # fills the disk
     tier = open_disk(small_disk / "cache")
     assert get(tier, [block_key(1)], PAYLOAD) == list(some_blocks(1).values())
     close(tier)
@@ -187,13 +187,13 @@ def test_folder_removed_under_a_running_tier(tmp_path: Path) -> None:
     tier.check()
     close(tier)
     tier = open_disk(path, slots=6)
-    shutil.rmtree(path)  # before the first of its segments is opened again
+    shutil.rmtree(path)  # before the first segment is opened again
     assert put(tier, some_blocks(20)) == [True]
     close(tier)
 
 
 def test_planted_links_are_not_followed(tmp_path: Path) -> None:
-    """Somebody who may write to the folder cannot have another file of ours overwritten."""
+    """Another user with write access to the folder cannot make the tier overwrite files through links."""
     precious = tmp_path / "precious"
     precious.write_bytes(b"precious" * 10_000)
     path = tmp_path / "cache"
@@ -206,7 +206,7 @@ def test_planted_links_are_not_followed(tmp_path: Path) -> None:
     put(tier, some_blocks(*range(12)))
     close(tier)
     assert precious.read_bytes() == b"precious" * 10_000
-    tier = open_disk(path, slots=12)  # segments that are links are no segments
+    tier = open_disk(path, slots=12)  # links are not accepted as segments
     assert put(tier, some_blocks(*range(4))) == [True] * 4
     close(tier)
     assert precious.read_bytes() == b"precious" * 10_000

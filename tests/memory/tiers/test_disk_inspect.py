@@ -1,4 +1,4 @@
-"""What `spill cache ls|verify|prune` do: they see what is there, find every flipped bit, and free space."""
+"""`spill cache ls|verify|prune` list all caches, find every flipped bit, and free space."""
 
 import os
 import random
@@ -32,7 +32,7 @@ def test_list_says_what_is_there(tmp_path: Path) -> None:
     before = time.time() - 1
     fill(tmp_path, range(6))
     fill(tmp_path, range(2), OTHER_IDENTITY)
-    (tmp_path / "abcd").mkdir()  # somebody else's, though its name is hex
+    (tmp_path / "abcd").mkdir()  # of another program, though its name is hex
     (tmp_path / "notes.txt").write_text("hello")
     os.utime(tmp_path / IDENTITY.hex() / "description.json", (before + 500, before + 500))
     first, second = list_caches(tmp_path)
@@ -80,13 +80,13 @@ def test_verify_names_a_segment_that_cannot_be_opened(tmp_path: Path) -> None:
     path = next((tmp_path / IDENTITY.hex()).glob("*.kv"))
     original = path.read_bytes()
     damaged = [original[:offset] + b"\xff" + original[offset + 1 :] for offset in range(0, 88, 8)]
-    for content in [*damaged, b"", original[:50], original[:5000]]:  # the last: cut within the headers
+    for content in [*damaged, b"", original[:50], original[:5000]]:  # the last one ends within the headers
         path.write_bytes(content)
         steps = list(verify(tmp_path))
         (bad,) = [step.bad for step in steps if step.bad is not None]
         assert (bad.file, bad.offset, bad.key) == (path, 0, None)
         assert "segment" in bad.reason
-        assert steps[-1].checked == steps[-1].total == 2  # the other cache is read all the same
+        assert steps[-1].checked == steps[-1].total == 2  # the other cache is read nevertheless
     path.write_bytes(original)
     assert bad_records(tmp_path) == []
 
@@ -216,7 +216,7 @@ def test_prune_leaves_other_folders_alone(tmp_path: Path) -> None:
 def test_prune_keeps_whole_what_it_keeps(
     tmp_path_factory: pytest.TempPathFactory, count: int, damaged: set[int], percent: int
 ) -> None:
-    """Whatever has to move, and whatever is damaged on the way: the last used blocks are left, and load right."""
+    """Whatever has to move and whatever is damaged, the most recently used blocks remain, and load correctly."""
     path = tmp_path_factory.mktemp("cache")
     tier = open_disk(path, slots=20)
     for number in range(count):

@@ -1,4 +1,4 @@
-"""kill -9 in mid-write: what was stored is found, what was torn is not, and nothing wrong is ever loaded."""
+"""kill -9 during a write: stored blocks are found, torn ones are not, and no wrong byte is ever loaded."""
 
 import random
 import subprocess
@@ -15,7 +15,7 @@ from support.tier_calls import block_key, close, get, has, put
 
 
 def write_until_killed(path: Path, first: int, seconds: float = 60.0, kill_at: int | None = None) -> int:
-    """The last block that the writer said was stored, or first - 1; killed so long after it began, or by itself."""
+    """Return the last block reported as stored, or first - 1; the writer is killed after `seconds`, or kills itself."""
     command = [sys.executable, "-m", "support.disk_writer", str(path), str(first)]
     if kill_at is not None:
         command.append(str(kill_at))
@@ -65,7 +65,7 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
 
 
 def test_kill_in_the_middle_of_every_write(tmp_path: Path) -> None:
-    """On an empty folder, and then over records that are there: title of a segment, header, payload, header."""
+    """Kill writes of a segment's title, header, payload and header, on an empty folder and then over records."""
     first = 0
     for kill_at in [1, 2, 3, 4, 5, *random.Random(5).sample(range(6, 60), 5)]:
         last = write_until_killed(tmp_path, first, kill_at=kill_at)
@@ -75,7 +75,7 @@ def test_kill_in_the_middle_of_every_write(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_power_loss_leaves_behind(tmp_path: Path, seed: int) -> None:
-    """Any part of a new payload under the old header, the new one, none, or a mixture of both."""
+    """After any mixture of old and new payload under the old, new, empty or torn header, nothing wrong is loaded."""
     old, new = block_key(1), block_key(2)
     tier = open_big(tmp_path)
     put(tier, {old: big_block(1)})

@@ -18,8 +18,8 @@ BATCHES = st.lists(NUMBERS, min_size=1, max_size=7, unique=True)
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """Work that is waited for has exactly one outcome, and the model foretells it. Work that overlaps may evict in
-    several orders: then the model only knows what may be there, and takes over what is."""
+    """A disk tier and its model. Work that is waited for has one outcome, which the model predicts. Overlapping work
+    may evict in several orders: then the model only bounds what may exist, and adopts what does."""
 
     steps = 0
 
@@ -27,7 +27,7 @@ class DiskMachine(RuleBasedStateMachine):
     def build(self, slots: int) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="spillover-test-"))
         self.size = room_for(slots)
-        self.epoch = 0  # the same key holds other bytes after clear()
+        self.epoch = 0  # after clear() the same key has other bytes
         self.model: OrderedDict[int, bytes] = OrderedDict()  # least recently used first
         self.damaged: set[int] = set()
         self.tier = open_disk(self.path, slots)
@@ -98,7 +98,7 @@ class DiskMachine(RuleBasedStateMachine):
         close(self.tier)
         self.tier = open_disk(self.path, capacity_bytes=self.size)
         assert self.tier.max_blocks() == self.slots
-        self.take_over()  # a damaged record may have been noticed, and an evicted one may be found again
+        self.take_over()  # a damaged record may have been detected, and an evicted one may be found again
 
     @rule(slots=st.integers(1, 12))
     def restart_with_another_size(self, slots: int) -> None:
@@ -129,7 +129,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.take_over()
 
     def settle(self) -> None:
-        """Until nothing is on its way, the erasure of what was forgotten included."""
+        """Wait until the tier is idle, including the erasure of cleared blocks."""
         deadline = time.monotonic() + 30
         while not self.tier.idle():
             assert time.monotonic() < deadline, "work that never ends"

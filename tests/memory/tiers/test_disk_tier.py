@@ -1,4 +1,4 @@
-"""The disk tier keeps what it says, within its bytes, over restarts, and never gives back anything else."""
+"""The disk tier keeps what it reports, within its budget, over restarts, and never returns anything else."""
 
 import errno
 import os
@@ -152,7 +152,7 @@ def test_flipped_bit_is_a_miss_and_gone(tmp_path: Path) -> None:
 
 
 def test_every_byte_of_a_segment_may_be_damaged(tmp_path: Path) -> None:
-    """Whatever byte of the file is changed while nobody looks, what loads is right."""
+    """Whatever byte of the file is changed while it is closed, what loads is right."""
     tier = open_disk(tmp_path, slots=4)
     blocks = some_blocks(*range(4))
     put(tier, blocks)
@@ -255,7 +255,7 @@ def test_full_folder_of_another_cache_makes_room_at_the_start(tmp_path: Path) ->
 def test_clear_forgets_for_good(tmp_path: Path) -> None:
     tier = open_disk(tmp_path)
     put(tier, some_blocks(*range(8)))
-    tier.evict(2)  # still on the disk, though in no index
+    tier.evict(2)  # still on disk, but in no index
     late = tier.store([(key, memoryview(payload)) for key, payload in some_blocks(20, 21, 22).items()])
     tier.clear()
     keys = [block_key(i) for i in [*range(8), 20, 21, 22]]
@@ -452,7 +452,7 @@ def test_failing_read_drops_that_block_only(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_half_written_block_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fills up in the middle of a payload that replaces another block."""
+    """A disk that fills up in the middle of a payload that replaces another block leaves no block to load."""
     tier = open_disk(tmp_path, slots=2, rest_seconds=0.0)
     put(tier, some_blocks(1, 2))
     real = os.pwritev

@@ -1,4 +1,4 @@
-"""Several disks are one tier: keys spread by size, come back after a restart, and survive the loss of one disk."""
+"""Several disks form one tier: keys are spread by size, are found after a restart, and survive the loss of one disk."""
 
 import shutil
 from collections import Counter
@@ -11,7 +11,7 @@ from spillover.memory.tiers.disks import Disks
 from support.disk_calls import PAYLOAD, open_disk, room_for, some_blocks
 from support.tier_calls import block_key, close, get, has, put
 
-SIZES = {"a": 24, "b": 48, "c": 96}  # slots: any disk can take all that a test puts in at once
+SIZES = {"a": 24, "b": 48, "c": 96}  # slots: each disk can hold everything that a test stores at once
 
 
 def open_striped(root: Path, names: str = "abc") -> Disks:

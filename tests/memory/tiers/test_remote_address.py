@@ -1,4 +1,4 @@
-"""Addresses of remote stores: our parameters are taken, others are left, passwords are never repeated."""
+"""Addresses of remote stores: known parameters are parsed, others are kept, passwords are never printed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Servers that die, hang, refuse, fill up or are none: misses within the deadline, one line in the log, no error."""
+"""Servers that die, hang, refuse, fill up or are not Redis: misses within the deadline, one log line, no error."""
 
 import logging
 import socket
@@ -17,7 +17,7 @@ from support.tier_calls import IDENTITY, block_bytes, block_key, close, get, has
 from support.valkey import Valkey
 
 TIMEOUT = 0.4
-# Generous: a busy machine may let a thread wait, but nothing here may take as long as a socket's usual patience.
+# Generous for a busy machine, where threads may wait, but far below the usual timeout of a socket.
 SOON = 5.0
 
 
@@ -36,7 +36,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def ends_without_success(tier: Tier) -> None:
-    """Every kind of work ends soon, finds nothing and raises nothing."""
+    """Check that every kind of operation completes soon, finds nothing and raises nothing."""
     start = time.monotonic()
     blocks = some_blocks(1, 2, 3)
     assert not any(has(tier, list(blocks)))
@@ -55,7 +55,7 @@ def closes_soon(tier: Tier) -> None:
 
 @contextmanager
 def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server of another kind; `answer` is called for every connection, in a thread of its own."""
+    """A server of another kind; `answer` is called for every connection, in a separate thread."""
     server = socket.create_server(("127.0.0.1", 0))
     connections: list[socket.socket] = []
 
@@ -185,7 +185,7 @@ def test_wrong_password(valkey_program: str, credentials: str, caplog: pytest.Lo
 def test_password_that_a_server_repeats_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     def repeat(connection: socket.socket) -> None:
         while data := connection.recv(4096):
-            time.sleep(0.1)  # so that the load is on its way before anything has failed
+            time.sleep(0.1)  # so that the load is in flight before anything has failed
             connection.sendall(b"-ERR unknown command with args: " + data.replace(b"\r\n", b" ") + b"\r\n")
 
     with listening(repeat) as url, caplog.at_level(logging.DEBUG):
@@ -259,7 +259,7 @@ def test_no_redis_server_at_all(reply: bytes, caplog: pytest.LogCaptureFixture) 
 
 
 def test_server_that_trickles_is_cut_off() -> None:
-    """Each byte comes before the socket's timeout, and the whole never does."""
+    """A server is cut off if each byte arrives before the socket's timeout but the answer never completes."""
 
     def trickle(connection: socket.socket) -> None:
         connection.recv(4096)
@@ -283,7 +283,7 @@ def test_server_that_trickles_is_cut_off() -> None:
 
 
 def test_clear_while_the_server_is_away_is_done_when_it_is_back(valkey: Valkey) -> None:
-    """Blocks that had to be forgotten are not served just because the server slept through it."""
+    """Cleared blocks are not served only because the server was stopped during the clear."""
     tier = open_remote(valkey.url)
     blocks = some_blocks(1, 2)
     put(tier, blocks)
@@ -305,7 +305,7 @@ def test_clear_while_the_server_is_away_is_done_when_it_is_back(valkey: Valkey) 
 
 
 def test_a_server_that_nobody_asks_is_still_watched(valkey: Valkey) -> None:
-    """An idle tier notices by itself that its server has gone, hangs, and is back."""
+    """An idle tier notices by itself that its server has died, hangs, or is available again."""
     tier = open_remote(valkey.url, probe_seconds=0.02, retry_seconds=0.02, lookup_timeout=0.2)
 
     def becomes(available: bool) -> None:

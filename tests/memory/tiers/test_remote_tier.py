@@ -1,4 +1,4 @@
-"""The remote tier over a real server: blocks come back, are shared, are bounded, and are never mixed up."""
+"""The remote tier with a real server: blocks can be loaded again, are shared, are bounded, and are never mixed up."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ from support.faulty_tier import FaultRates, FaultyTier
 from support.tier_calls import IDENTITY, OTHER_IDENTITY, block_bytes, block_key, close, get, has, no_wake, put, wait
 from support.valkey import Valkey
 
-# These are about what comes back, not about when: on a busy machine a second is short.
+# Seconds: these tests check contents, not timing, and on a busy machine a second is short.
 PATIENT = 20.0
 
 
@@ -180,7 +180,7 @@ def test_size_with_ttl_counts_only_what_is_left(valkey: Valkey) -> None:
     put(tier, some_blocks(1, 2, 3))
     client = valkey.client()
     deadline = time.monotonic() + 30
-    while client.dbsize() > 2:  # block 1, which is used, and the order of use
+    while client.dbsize() > 2:  # block 1, which is in use, and the order of use
         assert time.monotonic() < deadline
         assert get(tier, [block_key(1)], PAYLOAD) == [block_bytes(1, PAYLOAD)]
     put(tier, some_blocks(5))
@@ -193,7 +193,7 @@ def test_size_with_ttl_counts_only_what_is_left(valkey: Valkey) -> None:
 
 
 def test_servers_that_store_at_once_leave_nothing_unaccounted(valkey: Valkey) -> None:
-    """A block that no account knows of would stay for ever."""
+    """No block is missing from the accounts, where it would stay forever."""
     nbytes = 300_000  # more than the server reads at once
     tiers = [open_remote(f"{valkey.url}?size={3 * (nbytes + HEADER_BYTES)}", payload_bytes=nbytes) for _ in range(2)]
     tickets = []
@@ -302,7 +302,7 @@ def test_tls(valkey_program: str, certificate: tuple[Path, Path]) -> None:
         assert put(tier, blocks) == [True] * 3
         assert get(tier, list(blocks), PAYLOAD) == list(blocks.values())
         close(tier)
-        doubtful = open_remote(server.url)  # whose certificate nobody vouches for
+        doubtful = open_remote(server.url)  # its certificate is not trusted
         assert put(doubtful, blocks) in ([None] * 3, [False] * 3)
         assert not doubtful.stats().available
         close(doubtful)

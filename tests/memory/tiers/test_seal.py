@@ -1,4 +1,4 @@
-"""With a key only its holders can store a block that is loaded; without one, any record with the right checksum is."""
+"""With a key, only its holders can store blocks that load; without one, any record with the right checksum loads."""
 
 import logging
 import struct
@@ -53,12 +53,12 @@ def test_blocks_are_found_with_their_own_key_only(opened: Opened, writer: Seal, 
 
 
 def forged(raw: bytes, seal: Seal) -> bytes:
-    """A header for other bytes under the same key, as well as somebody without the key can make it."""
+    """Return a header for other bytes under the same key, as well as it can be forged without the secret."""
     header = RecordHeader.read(raw, seal.identity(IDENTITY))
     assert header is not None
     if seal is PLAIN:
         return RecordHeader(header.key, PAYLOAD, PLAIN.of_payload(EVIL), header.sequence, time.time()).pack(IDENTITY)
-    attempt = THEIRS  # another key, or checksums in place of MACs
+    attempt = THEIRS  # another secret, or checksums in place of MACs
     return RecordHeader(header.key, PAYLOAD, attempt.of_payload(EVIL), header.sequence, time.time()).pack(
         seal.identity(IDENTITY), attempt)
 
@@ -80,11 +80,11 @@ def test_forged_values_in_a_remote_store(valkey: Valkey, seal: Seal, how: str) -
     else:
         value = client.get(second)
     client.set(first, value)
-    accepted = seal is PLAIN and how in ("other key", "checksum")  # what the docs warn of
+    accepted = seal is PLAIN and how in ("other key", "checksum")  # the docs warn of these
     loaded = get(tier, [block_key(1), block_key(3)], PAYLOAD)
     assert loaded == [EVIL if accepted else None, BLOCKS[block_key(3)]]
     assert tier.stats().load_failures == (0 if accepted else 1)
-    if not accepted:  # and what is computed again is stored again
+    if not accepted:  # recomputed blocks are stored again
         assert put(tier, {block_key(1): BLOCKS[block_key(1)]}) == [True]
         assert get(tier, [block_key(1)], PAYLOAD) == [BLOCKS[block_key(1)]]
     close(tier)

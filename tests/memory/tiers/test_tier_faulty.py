@@ -1,4 +1,4 @@
-"""The fault-injecting tier does what it is told, the same every time, and wrong bytes still never come back."""
+"""The fault-injecting tier injects the same faults every time, and wrong bytes still never load."""
 
 import time
 from collections import Counter
@@ -22,7 +22,7 @@ def faulty(path: Path, seed: int, rates: FaultRates, **changes: float) -> Faulty
 
 
 def live(tier: FaultyTier) -> tuple[Counter[str], list[bytes | None]]:
-    """Stores and loads, one after the other; what was injected, and what was loaded."""
+    """Store and load blocks one after another; return the injected faults, and what was loaded."""
     loaded: list[bytes | None] = []
     for number in range(60):
         put(tier, some_blocks(number % 20))

@@ -1,4 +1,4 @@
-"""Tickets and lanes: work ends once, in order, with or without success; nobody waits for a worker that hangs."""
+"""Tickets and lanes: work completes once, in order, with or without success; no call waits for a hanging worker."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from support.tier_calls import no_wake, wait
 
 @pytest.fixture
 def gate():
-    """Work that waits for it hangs; it opens at the end of the test at the latest."""
+    """Yield an event that hanging work waits for; it is set at the end of the test at the latest."""
     event = threading.Event()
     yield event
     event.set()
@@ -35,7 +35,7 @@ def test_work_is_done_in_order_and_wakes_the_owner() -> None:
 
 
 def test_what_is_done_is_drained_at_once() -> None:
-    """However long the worker is held up between ending its work and being through with it."""
+    """Completed work is drained at once, however long the worker takes to finish after completing a ticket."""
 
     class Slow(deque[Ticket[int]]):
         def append(self, ticket: Ticket[int]) -> None:
@@ -156,7 +156,7 @@ def test_close_does_not_wait_for_a_worker_that_hangs(gate: threading.Event) -> N
 
 
 def test_threads_cancelling_and_working_agree() -> None:
-    """Each ticket ends exactly once, whoever is faster."""
+    """Each ticket completes exactly once, however cancelling and working threads race."""
     ended: list[Ticket] = []
     lane = Lane("test", 2, no_wake)
     ran: list[int] = []

@@ -1,4 +1,4 @@
-"""Tokens that were kept come back as they were, or not at all: whatever happens to the file."""
+"""Logged tokens are read back unchanged, or not at all, whatever happens to the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.tier_calls import block_bytes, block_key, close, no_wake, put
 
 IDENTITY = b"a model"
 KEYED = KeyedSeal(b"sixteen bytes or more")
-SMALL = LEAST_BYTES * SHARE  # a disk whose log is as small as one may be
+SMALL = LEAST_BYTES * SHARE  # a disk with the smallest possible log
 
 Said = list[tuple[bytes, array]]
 
@@ -35,7 +35,7 @@ def kept(folder: Path, said: Said, capacity: int = 1 << 30, seal: Seal = PLAIN) 
     list(log.load())
     for index, (salt, tokens) in enumerate(said):
         log.append(salt, tokens)
-        if index % 100 == 99:  # 100 records may wait
+        if index % 100 == 99:  # at most 100 records may be pending
             log.close(10.0)
             log = made(folder, capacity, seal)
             list(log.load())
@@ -87,7 +87,7 @@ def test_damage_costs_the_records_that_it_hits_and_no_other(seed: int, tmp_path:
     with caplog.at_level(logging.WARNING):
         found = list(made(tmp_path, seal=seal).load())
     hit = [record for record in said if record not in whole]
-    assert [record for record in found if record not in hit] == whole  # an insert between two records hits none
+    assert [record for record in found if record not in hit] == whole  # an insert between two records damages none
     assert all(record in said for record in found)
     assert "damaged" in caplog.text or kind == "cut"
     more = records(rng, 3)
@@ -121,7 +121,7 @@ def test_a_record_of_another_seal_or_a_link_is_not_read(tmp_path: Path, caplog: 
     log.path.unlink()
     log.path.symlink_to(forged.path)
     assert list(log.load()) == []
-    kept(tmp_path, said, seal=KEYED)  # and not written through either
+    kept(tmp_path, said, seal=KEYED)  # nor is the link written through
     assert list(made(tmp_path / "forged").load()) == said
     assert "cannot be written" in caplog.text
 

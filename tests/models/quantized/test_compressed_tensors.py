@@ -1,4 +1,4 @@
-"""Checkpoints that the compressed-tensors package writes: its own dequantised matrices bit by bit, and the tokens of
+"""Checkpoints written by the compressed-tensors package: its own dequantised matrices bit by bit, and the tokens of
 transformers."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "MXFP4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32,
                                        "scale_dtype": "torch.uint8"}),
 }
-SMALL = {key: SCHEMES[key] for key in ("W4A16 zeros", "W8A8", "FP8 rows")}  # that transformers is asked about
+SMALL = {key: SCHEMES[key] for key in ("W4A16 zeros", "W8A8", "FP8 rows")}  # the cases checked against transformers
 
 
 def scheme(case: str) -> QuantizationScheme:
@@ -65,7 +65,7 @@ def scheme(case: str) -> QuantizationScheme:
 
 
 def written(case: str, dtype: torch.dtype = torch.bfloat16) -> Write:
-    """A module as the package compresses it, and what the package decompresses it to."""
+    """Return a function that compresses a module with the package, and returns also the decompressed values."""
     args, compressor = scheme(case), BaseCompressor.get_value_from_registry(SCHEMES[case][0])
 
     def write(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -78,7 +78,7 @@ def written(case: str, dtype: torch.dtype = torch.bfloat16) -> Write:
 
 
 def qparams(case: str, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Scales and zeros of a matrix, by round to nearest."""
+    """Return the scales and zeros of a matrix, rounded to nearest."""
     weights = scheme(case).weights
     if weights.type == "int":
         group = weights.group_size if weights.strategy == "group" else 0
@@ -127,7 +127,7 @@ def test_numbers_are_the_packages_own(case: str) -> None:
         wanted = torch.cat([state[f"model.layers.1.{module}.weight"] for module in modules])
         linear = layer[name]
         found = linear.format.dequantize(linear, torch.float32)
-        # The package rounds to the type of the scales; what is kept here is not rounded.
+        # The package rounds to the type of the scales; the weights kept here are not rounded.
         assert torch.equal(found.bfloat16(), wanted.bfloat16()), name
         kept = {"pack": GroupedInt, "int-": GroupedInt, "nvfp": Nvfp4, "mxfp": Mxfp4}.get(SCHEMES[case][0][:4])
         assert kept is None or isinstance(integers(linear) or linear.format, kept)
@@ -136,7 +136,7 @@ def test_numbers_are_the_packages_own(case: str) -> None:
 
 @pytest.mark.parametrize("case", SMALL)
 def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """In float32, of weights that transformers decompresses itself."""
+    """In float32, tokens are those of transformers, which decompresses the weights by itself."""
     _, config, tensors = quantized_model("llama", written(case, torch.float32), configured(case),
                                          wanted=lambda module: module != "lm_head")
     config = json.loads(json.dumps(config | {"dtype": "float32", "architectures": ["LlamaForCausalLM"]}, default=str))
@@ -148,7 +148,7 @@ def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         quantization_config=CompressedTensorsConfig(dequantize=True)).eval()
     reference.generation_config.eos_token_id = None
     for module in reference.modules():
-        module.quantization_enabled = False  # of activations, which are not quantised here
+        module.quantization_enabled = False  # disables activation quantisation, which is not used here
     with open_checkpoint(tmp_path) as checkpoint:
         paged = PagedModel(checkpoint)
     assert_close(paged.step({"a": PROMPT})["a"], reference_logits(reference, PROMPT))
@@ -157,7 +157,7 @@ def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_groups_targets_and_ignored_modules() -> None:
-    """A name beats a pattern, a pattern beats a class; what is ignored, or in no group, is not quantised."""
+    """Names override patterns, and patterns classes; modules that are ignored or in no group are not quantised."""
     groups = {name: configured(case)["config_groups"]["group_0"] | {"targets": targets, "format": SCHEMES[case][0]}
               for name, case, targets in (("a", "W4A16", ["Linear"]), ("b", "FP8 rows", ["re:.*v_proj"]),
                                           ("c", "W8A16", ["model.layers.0.mlp.down_proj", "re:.*layers\\.2\\.self.*"]))}
@@ -186,13 +186,13 @@ def test_groups_targets_and_ignored_modules() -> None:
 
 @torch.no_grad()
 def test_activation_order() -> None:
-    """Columns by groups, as earlier versions of the package wrote them: packed as they lie, beside their groups."""
+    """Activation order as earlier package versions wrote it is read: codes in column order, and a group index."""
     def write(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         columns = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3))
         matrix = rounded(weight, order=columns, dtype=torch.float32)
         packed = BaseCompressor.get_value_from_registry("pack-quantized")
         args = scheme("W4A16 zeros")
-        # Sorted by their groups they are a matrix of the package's own.
+        # Columns sorted by group form an ordinary matrix for the package.
         stored = packed.compress({"weight": matrix.numbers[:, columns], "weight_scale": matrix.scales,
                                   "weight_zero_point": (matrix.zeros - 8).to(torch.int8)}, args)
         unordered = packed.compress({"weight": (matrix.codes - 8).float(), "weight_scale": torch.ones(len(weight), 1)},
@@ -220,7 +220,7 @@ def test_experts_stay_in_codes(name: str, case: str, on_cuda: type) -> None:
     paged = PagedModel(StateDict(config, tensors))
     stack: Linear = paged.weights.parts["layers.0"]["experts.gate_up"]
     assert stack.nbytes < stack.shape.out_features * stack.shape.in_features * len(stack.tensors[0]) * 1.6
-    if case != "NVFP4":  # whose numbers the package rounds to bfloat16
+    if case != "NVFP4":  # the package rounds NVFP4 numbers to bfloat16
         assert_close(paged.step({"a": PROMPT})["a"], reference_logits(model, PROMPT))
     arch = architecture(config)
     specs = kept_on(arch.weight_specs(arch.config(config)), "cuda", "bfloat16")["layers.0"]

@@ -1,4 +1,4 @@
-"""FP8 checkpoints compute what their values times their scales say; experts stay as stored."""
+"""FP8 checkpoints compute with their values times their scales; experts stay as stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPLIT = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "d
 
 
 def fp8_model(name: str) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
-    """A model whose linears hold what FP8 can say, its config.json, and its tensors as files hold them."""
+    """Return a model with linears exactly representable in FP8, its config.json, and its tensors as in files."""
     model, _ = tiny_model(name, seed=4)
     tensors: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
@@ -50,7 +50,7 @@ def _in_files(name: str, key: str) -> str:
 
 def _quantized(name: str, weight: Tensor) -> dict[str, Tensor]:
     values, scales = fp8.quantize(weight.detach() * 3)
-    scales = (scales / 3).bfloat16()  # as Qwen publishes them
+    scales = (scales / 3).bfloat16()  # the type that Qwen publishes
     weight.copy_(fp8.dequantize(values, scales.float(), torch.float32))
     return {name: values, f"{name}_scale_inv": scales}
 

@@ -1,4 +1,4 @@
-"""FP8 checkpoints with one scale a matrix, and those of ModelOpt: values times scales, whatever the scale is called."""
+"""FP8 checkpoints with one scale per matrix, and those of ModelOpt: values times scales, whatever the scale's name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fp8(scale_name: str, per: str = "tensor", shape: Callable[[Tensor], Tensor] 
 
 
 def nvfp4(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """As ModelOpt has it: a number that multiplies."""
+    """Quantise to NVFP4 as ModelOpt does, with a global scale that multiplies."""
     groups = weight.view(weight.shape[0], -1, 16)
     whole = weight.abs().max() / (448 * 6)
     scales = (groups.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
@@ -113,7 +113,7 @@ def test_experts_stay_in_codes(case: str, kept: type, on_cuda: type) -> None:
 
 
 def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
-    """Blocks of 128 x 128, which transformers dequantises as it loads them."""
+    """Tokens are those of transformers for blocks of 128 x 128, which it dequantises while loading."""
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
                     "modules_to_not_convert": ["lm_head"]}
     _, config, tensors = quantized_model("llama", fp8("weight_scale_inv", "block"), quantization, wanted=lambda module:

@@ -38,7 +38,7 @@ needs_codes = pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU
 
 
 def quantised(case: str, folder: Path, kind: Kind, **other: Kind) -> Path:
-    """`other`: of tensors whose names contain this."""
+    """Write a model; `other`: the types of tensors whose names contain the keyword."""
     arch, config, fields = CASES[case]
     shape = {"block_count": 2, "context_length": 256, "embedding_length": 64, "feed_forward_length": 96,
              "attention.head_count": 4, "attention.head_count_kv": 2, "rope.freq_base": 10000.0,
@@ -79,7 +79,7 @@ def test_weights_in_codes_are_those_that_are_widened(case: str, kind: Kind, tmp_
             coded += isinstance(spec.format, GgufCodes)
         counted = kept_on(specs, "cpu", "float32")[part]
         assert sum(weight.nbytes for weight in kept[part].values()) == part_nbytes(counted, "float32"), part
-    assert coded >= 8  # four matrices a layer, two layers
+    assert coded >= 8  # four matrices per layer, two layers
 
 
 def test_matrices_that_are_joined_stay_in_codes_only_if_all_are_in_codes(tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ def test_a_plan_counts_codes(tmp_path: Path) -> None:
         coded = {isinstance(spec.format, GgufCodes) for listed in planned.specs.values() for spec in listed}
         plans[config.weight_codes, config.load_format, config.dtype] = (planned.plan.weight_bytes, coded)
     kept, widened = plans["keep", "auto", "auto"], plans["widen", "auto", "auto"]
-    assert kept[1] == {False, True}  # norms are plain
+    assert kept[1] == {False, True}  # norms are not quantised
     assert all(coded == {False} for name, (_, coded) in plans.items() if name != ("keep", "auto", "auto"))
     assert kept[0] < widened[0] / 3
-    assert gguf.GGML_QUANT_SIZES[Kind.Q4_1] == (32, 20)  # what the counts rest on
+    assert gguf.GGML_QUANT_SIZES[Kind.Q4_1] == (32, 20)  # the expected counts depend on it
 
 
 def test_a_plan_for_a_gpu_counts_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that multiplies with them; others dequantise when they load."""
+    """A plan counts codes for a device that multiplies with them; other devices dequantise while loading."""
     path = str(write_tiled_llama(tmp_path / "m.gguf", mixed))
     plans = {}
     for capability in ((9, 0), (8, 0)):
@@ -158,9 +158,9 @@ def test_a_plan_for_a_gpu_counts_codes(tmp_path: Path, monkeypatch: pytest.Monke
             if capability == (9, 0) and codes == "keep":
                 formats = {(part, spec.name): spec.format for part, listed in kept.items() for spec in listed
                            if spec.format is not None}
-                assert all(isinstance(form, GgufCuda) for form in formats.values())  # the embedding and the head too
+                assert all(isinstance(form, GgufCuda) for form in formats.values())  # also the embedding and the head
                 assert len(kept["layers.1"][1].fields("bfloat16")) == 2  # q and k, and v in another type
-    # Norms are plain.
+    # Norms are not quantised.
     norms = 2 * 256 * (2 * 2 + 1)
     four, six = tile_form(FORMS["Q4_K"]).tile_bytes, tile_form(FORMS["Q6_K"]).tile_bytes
     tiles = 2 * (16 * 2 * 2 + 8 * 2 * 2 + 32 * 2 * 2 + 16 * 4) + 2 * 6 * 2
@@ -182,7 +182,7 @@ def test_experts_whose_sizes_no_grouped_product_takes_are_widened_for_a_gpu(tmp_
     (Kind.IQ4_NL, Kind.Q5_1),
 ], ids=lambda kinds: " and ".join(kind.name for kind in kinds))
 def test_experts_for_a_gpu_are_the_numbers_that_the_package_reads(kinds: tuple[Kind, ...], tmp_path: Path) -> None:
-    """Bit by bit, in one format for both products of a layer, all experts or one of them that is read by itself."""
+    """Bits are equal, in one format for both products of a layer, whether all experts are read or one alone."""
     path = write_tiled_mixture(tmp_path / "m.gguf", lambda name: kinds[-1] if "down" in name else kinds[0], experts=3,
                                quantize=lambda values, kind: np.stack([stored(kind, *values.shape[1:], seed)
                                                                        for seed in range(len(values))]))
@@ -194,7 +194,7 @@ def test_experts_for_a_gpu_are_the_numbers_that_the_package_reads(kinds: tuple[K
         stacks = [spec for spec in specs["layers.0"] if spec.experts]
         assert len({spec.format for spec in stacks}) == 1
         assert dequantized_experts(specs) is None
-        bits = 6 if {*kinds} <= {Kind.Q4_0, Kind.Q4_1, Kind.Q4_K} else 11  # of a weight, at the most
+        bits = 6 if {*kinds} <= {Kind.Q4_0, Kind.Q4_1, Kind.Q4_K} else 11  # per weight, at most
         assert all(8 * spec.nbytes("bfloat16") <= bits * spec.params for spec in stacks)
         listed = {"layers.0": stacks}
         weights = load_weights(checkpoint, config, listed, torch.bfloat16, torch.device("cpu")).parts["layers.0"]
@@ -207,7 +207,7 @@ def test_experts_for_a_gpu_are_the_numbers_that_the_package_reads(kinds: tuple[K
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL])
 def test_quantisers_of_our_own_are_read_by_the_package(kind: Kind) -> None:
-    """Within half a step of a block, whose steps are its range over the codes."""
+    """The package reads values within half a step of a block, which is its range over the number of codes."""
     values = np.random.default_rng(0).standard_normal((6, 512)).astype(np.float32)
     values[0, :256] = 0
     found = gguf.dequantize(quantize_more(values, kind), kind)
@@ -219,7 +219,7 @@ def test_quantisers_of_our_own_are_read_by_the_package(kind: Kind) -> None:
 
 @needs_codes
 def test_a_file_in_q4_k_m_stays_in_its_codes(tmp_path: Path) -> None:
-    """Rows of 256 columns in Q4_K and Q6_K, others in what llama.cpp takes instead, joined in one matrix too."""
+    """Rows of 256 columns stay in Q4_K and Q6_K, others in llama.cpp's fallback types, also in one joined matrix."""
     arch, _, fields = CASES["llama with biases, tied"]
     config = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 320}, tie_word_embeddings=True)
     shape = FIELDS | {"embedding_length": 256, "feed_forward_length": 320}

@@ -1,4 +1,4 @@
-"""AWQ and GPTQ checkpoints compute what their codes, zeros and scales say, and stay in codes."""
+"""AWQ and GPTQ checkpoints compute with their codes, zeros and scales, and stay in codes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_experts_stay_in_codes_and_are_read_one_by_one(name: str, case: str, tmp
         one = PartReader(checkpoint, parsed, specs, torch.float32).expert("layers.0", 2)["experts.down"]
     for tensor, whole in zip(one.tensors, stack.tensors, strict=True):
         assert torch.equal(tensor[0], whole[2])
-    # A CUDA device has no product for such experts, so it keeps their numbers.
+    # A CUDA device has no product for such experts, so it dequantises them.
     on_cuda = [spec for spec in kept_on(specs, "cuda", "bfloat16")["layers.0"] if is_expert(spec.name)]
     assert all(isinstance(spec.format, Dequantized) for spec in on_cuda)
     dense = load_weights(StateDict(config, tensors), parsed, {"layers.0": on_cuda}, torch.float32, CPU, pack=False)
@@ -153,12 +153,12 @@ def test_modules_that_are_not_quantised() -> None:
     assert_close(paged.step({"a": PROMPT})["a"], reference_logits(model, PROMPT))
     first, last = paged.weights.parts["layers.0"], paged.weights.parts["layers.2"]
     assert integers(first["o"])
-    for dense in (first["qkv"], last["qkv"], last["o"]):  # of the first, one of the fused three is not quantised
+    for dense in (first["qkv"], last["qkv"], last["o"]):  # in the first, one of the fused three is not quantised
         assert not integers(dense)
 
 
 def test_dynamic_overrides() -> None:
-    """The first pattern that matches a module decides: other bits, another group, not quantised; and the head."""
+    """The first pattern that matches a module decides on bits, group and exclusion; the head may be quantised too."""
     dynamic = {"-:.*layers\\.2\\..*": {}, "+:.*\\.(up|down)_proj$": {"bits": 8, "group_size": 16},
                ".*o_proj": {"sym": False}}
     config = GPTQ | {"dynamic": dynamic, "lm_head": True}
@@ -178,7 +178,7 @@ def test_dynamic_overrides() -> None:
     assert o is not None
     assert (down.bits, down.group, qkv.bits, o.zeros) == (8, 16, 4, True)
     assert integers(head["lm_head"])
-    assert not integers(first["gate_up"])  # of two formats
+    assert not integers(first["gate_up"])  # its two matrices have different formats
     assert not integers(paged.weights.parts["layers.2"]["o"])
 
 
@@ -291,7 +291,7 @@ def test_dummy_weights_have_the_usual_spread(form: WeightFormat) -> None:
 
 
 def test_plans_count_codes_and_what_products_take() -> None:
-    """Without a file: dummy weights take the bytes that the specs say."""
+    """Dummy weights take the bytes counted by the specs, and products the scratch bytes, without a file."""
     _, config, _ = quantized_model("llama", awq(), AWQ, wanted=lambda module: False)
     parsed = architecture(config).config(config)
     specs: WeightSpecs = architecture(config).weight_specs(parsed)

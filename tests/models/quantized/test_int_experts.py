@@ -1,4 +1,4 @@
-"""Experts of integers stay in codes on a CUDA device, as the numbers that their checkpoint means."""
+"""Experts with integer codes stay in codes on a CUDA device, with the values that the checkpoint defines."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_experts_of_integers_stay_in_codes() -> None:
     form = GroupedInt(4, 64)
     for spec in kept(specs(form, form)):
         assert spec.format == IntExperts(form)
-        assert spec.nbytes("bfloat16") == spec.params // 64 * (32 + 4)  # a group's codes and its word
+        assert spec.nbytes("bfloat16") == spec.params // 64 * (32 + 4)  # codes of a group, and its scale word
     assert dequantized_experts({"layers.0": kept(specs(form, form), invariant=True)}) is None
 
 
 @pytest.mark.parametrize("listed", [
-    specs(GroupedInt(4, 64), GroupedInt(8, 64)),  # two grouped products
+    specs(GroupedInt(4, 64), GroupedInt(8, 64)),  # two different grouped products
     specs(GroupedInt(4, 64), GroupedInt(4, 64), inner=192),
     specs(GroupedInt(4, 64, ordered=True), GroupedInt(4, 64, ordered=True)),
     specs(GroupedInt(4, 48), GroupedInt(4, 48)),

@@ -1,4 +1,4 @@
-"""`spill quantize`: other engines read what was written, --quantization loads the same, and calibration pays."""
+"""`spill quantize`: other engines read its output, --quantization loads the same weights, and calibration pays off."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from support.models.paged_model import CPU, PagedModel, one_thread
 __all__ = ["one_thread"]
 KINDS = ("int4", "int8", "fp8")
 TEXT = "the that a the\nthat the a a that\n"
-GROUP = 32  # that divides all rows of the tiny models
+GROUP = 32  # divides all rows of the tiny models
 
 
 def tiny_gguf(folder: Path, case: str = "llama", kind: Kind = Kind.F32) -> Path:
@@ -50,12 +50,12 @@ def tiny_gguf(folder: Path, case: str = "llama", kind: Kind = Kind.F32) -> Path:
 
 
 def tiny(folder: Path, case: str = "llama") -> Path:
-    """A bfloat16 folder, as models are published."""
+    """Write a bfloat16 folder, as models are published."""
     return export(tiny_gguf(folder, case), folder / "bf16", "bfloat16")
 
 
 def linears(folder: Path) -> dict[str, torch.Tensor]:
-    """The matrices of the layers' linears, by name."""
+    """Return the matrices of the layers' linears, by name."""
     with open_checkpoint(folder) as checkpoint:
         return {name: checkpoint.read(name) for name in sorted(checkpoint.names())
                 if name.endswith("proj.weight") and ".layers." in name}
@@ -67,7 +67,7 @@ def test_transformers_dequantises_to_the_same_bits(kind: str, tmp_path: Path) ->
     folder = quantize(source, tmp_path / "out", QuantizeOptions(kind)).folder
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     ids = torch.tensor([[1, 5, 9]])
-    theirs(ids)  # dequantises
+    theirs(ids)  # dequantises the weights
     found = theirs.state_dict()
     for name, weight in linears(source).items():
         made = (round_to_fp8(weight, torch.bfloat16) if kind == "fp8"
@@ -104,7 +104,7 @@ def test_the_plan_counts_the_codes(tmp_path: Path) -> None:
 
 
 def test_weights_that_would_stay_on_disk_are_refused(tmp_path: Path) -> None:
-    """A quantised tensor would be made again at every read."""
+    """Weights that would stay on disk are rejected, because each read would quantise them again."""
     source = starved.write_config(tmp_path, "llama")
     flags: dict[str, Any] = {"quantization": "int8", "weights": "sequential"}
     budget = starved.least(source, **flags)

@@ -1,4 +1,4 @@
-"""What the server takes before it knows a client is bounded: bytes, headers, requests, connections and time."""
+"""What the server accepts from an unknown client is bounded: bytes, headers, requests, connections and time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def post(body: Any = None, **headers: str) -> bytes:
 
 
 def everything(connection: socket.socket) -> bytes:
-    """Until the server closes it."""
+    """Read until the server closes the connection."""
     parts = []
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(65536):
@@ -69,7 +69,7 @@ def error_in(answer: bytes) -> dict[str, Any]:
 
 
 def counts(value: Any) -> tuple[int, int, int, int]:
-    """Values, fields, containers and depth, by walking."""
+    """Count values, fields, containers and depth by recursion."""
     if not isinstance(value, list | dict):
         return 1, 0, 0, 0
     inner = [counts(one) for one in (value.values() if isinstance(value, dict) else value)]
@@ -97,7 +97,7 @@ values = st.recursive(st.none() | st.integers() | texts,
 def test_the_count_before_parsing_is_that_of_the_parsed_value(value: Any, limit: int, ascii_only: bool) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     found, fields, containers, _ = counts(value)
-    # Between values stand commas, around them brackets: empty containers may make the count too high by one each.
+    # Values are separated by commas and enclosed by brackets: each empty container may make the count too high by one.
     many = found > limit + containers
     many = many or fields > max(1, limit // VALUES_PER_FIELD) or containers > max(1, limit // VALUES_PER_CONTAINER)
     few = found + containers <= limit and fields <= limit // VALUES_PER_FIELD
@@ -131,7 +131,7 @@ def test_only_small_bodies_are_worked_on_by_the_event_loop(nbytes: int) -> None:
     names = set(asyncio.run(thread_names()))
     app.state.front.close()
     assert (names == {threading.current_thread().name}) == (nbytes <= INLINE_BYTES)
-    assert nbytes <= LARGE_BYTES or len(names) == 1  # the largest one at a time
+    assert nbytes <= LARGE_BYTES or len(names) == 1  # the largest are parsed one at a time
 
 
 def test_the_largest_bodies_are_refused_within_a_bound_of_memory(null_server: Server) -> None:
@@ -156,7 +156,7 @@ def test_the_largest_bodies_are_refused_within_a_bound_of_memory(null_server: Se
 
 
 def test_bodies_together_are_bounded(null_server: Server) -> None:
-    """Bodies that never end hold memory up to a bound; then others are told to come back."""
+    """Unfinished bodies hold memory up to a limit; above it, other clients are told to retry."""
     before = refused(null_server, "bodies_busy")
     with contextlib.ExitStack() as stack:
         for _ in range(17):
@@ -245,7 +245,7 @@ def test_a_request_that_does_not_arrive_is_ended(edge_server: Server) -> None:
             answer = everything(connection)
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert error_in(answer)["code"] == "client_timeout"
-    with connected(edge_server) as connection:  # one byte at a time is too slow as well
+    with connected(edge_server) as connection:  # one byte at a time is also too slow
         end = time.monotonic() + 10
         connection.sendall(whole[:-90])
         with contextlib.suppress(OSError):
@@ -262,7 +262,7 @@ def test_idle_connections_make_room_for_others(edge_server: Server) -> None:
         for index in range(40):
             one = stack.enter_context(connected(edge_server))
             if index % 2:
-                one.sendall(b"GET /health HTTP/1.1\r\n")  # never finished
+                one.sendall(b"GET /health HTTP/1.1\r\n")  # never completed
         with edge_server.http() as http:
             assert http.post("/v1/completions", json=SMALL).status_code == 200
     assert refused(edge_server, "idle_connection") > before
@@ -275,7 +275,7 @@ def test_connections_in_use_are_not_closed_for_others(edge_server: Server) -> No
         waiting = [stack.enter_context(connected(edge_server)) for _ in range(16)]
         for one in waiting:
             one.sendall(post())
-        time.sleep(0.5)  # until they are requests
+        time.sleep(0.5)  # until they count as requests
         with connected(edge_server) as other:
             assert error_in(everything(other))["code"] == "too_many_connections"
         for one in waiting[:2]:
@@ -288,7 +288,7 @@ def test_connections_in_use_are_not_closed_for_others(edge_server: Server) -> No
         assert all(one.recv(65536).startswith(b"HTTP/1.1 200 ") for one in waiting[2:])
 
 
-# Clients that end their half
+# Clients that close their half of the connection
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,4 +1,4 @@
-"""A model whose chat template never ends: its chats are refused, and the server goes on."""
+"""A model whose chat template never ends: its chats are rejected, and the server keeps running."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_template_that_never_ends_does_not_hold_up_the_server(tmp_path: Path) 
             assert http.get("/health", timeout=60).status_code == 200
             answered += 1
         assert hostile.result() == 400
-        assert answered > 3  # while the template ran; on the event loop there would be one at most
+        assert answered > 3  # while the template ran; on the event loop it would be one at most
         assert chat("hello") == 200
         assert server.metrics()['spillover:requests_refused_total{reason="chat_template_limit"}'] == 1
 

@@ -1,4 +1,4 @@
-"""Pages of other sites, and names that point here without being ours, get nothing from a server without a key."""
+"""Pages of other sites, and foreign names that resolve to this machine, get nothing from a server without a key."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_name_that_was_bound_to_this_address_is_not_served(edge_server: Server
             assert (answer.status_code == 200) if known else (refusal(answer) == "unknown_host")
         answer = http.post("/v1/completions", json=SMALL, headers={"Host": host, "Origin": f"http://{host}"})
         assert (answer.status_code == 200) if known else (refusal(answer) == "unknown_host")
-        assert http.get("/health", headers={"Host": host}).status_code == 200  # load balancers ask under any name
+        assert http.get("/health", headers={"Host": host}).status_code == 200  # load balancers use any name
 
 
 def test_a_body_must_say_that_it_is_json(edge_server: Server) -> None:
@@ -68,4 +68,4 @@ def test_admin_routes_are_off_unless_asked_for(null_server: Server, edge_server:
         assert http.post("/sleep").status_code == 401
         assert http.post("/sleep", headers={"Authorization": "Bearer wrong"}).status_code == 401
         assert http.post("/reset_prefix_cache", headers={"Authorization": "Bearer admin"}).status_code == 200
-        assert http.post("/v1/completions", json=SMALL).status_code == 200  # the other routes ask for none
+        assert http.post("/v1/completions", json=SMALL).status_code == 200  # other routes need no key

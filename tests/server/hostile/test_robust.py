@@ -1,4 +1,4 @@
-"""Abuse and load: each bad input gets a 4xx in OpenAI's shape, and the server is as well after it as before."""
+"""Abuse and load: each bad input gets a 4xx in OpenAI's format, and the server works as before."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_other_content_types_are_refused(http: httpx.Client) -> None:
 
 def test_only_a_site_that_is_let_in_may_call(guarded_server: Server) -> None:
     ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
-    with httpx.Client(base_url=guarded_server.url) as http:  # a browser asks without the key
+    with httpx.Client(base_url=guarded_server.url) as http:  # a browser's preflight request has no key
         allowed = http.options(CHAT, headers=ask | {"Origin": "http://page.example"})
         assert allowed.status_code == 200
         assert allowed.headers["access-control-allow-origin"] == "http://page.example"
@@ -215,7 +215,7 @@ def test_a_full_queue_says_when_to_come_back_and_a_second_signal_hurries() -> No
         assert http.get("/health").status_code == 503
         assert http.get("/health").json()["error"]["code"] == "engine_sleeping"
         busy.process.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):  # the first one waits for what runs
+        with pytest.raises(subprocess.TimeoutExpired):  # the first signal waits for running requests
             busy.process.wait(0.5)
         busy.process.send_signal(signal.SIGINT)
         assert busy.process.wait(10) == 0
@@ -237,7 +237,7 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
     asked = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True}
     with server.http() as http:
         with http.stream("POST", COMPLETIONS, json=asked | {"stream": True, "n": 3}) as response:
-            lines = response.iter_lines()  # kept: without it the client would hang up
+            lines = response.iter_lines()  # a reference keeps the client connected
             next(lines)
             until(lambda: not idle())
         until(idle, 2)
@@ -253,7 +253,7 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
 
 
 def test_the_front_does_without_torch(server: Server) -> None:
-    """It starts at once and stays small: only the engine's process computes."""
+    """The front starts at once and stays small: only the engine process loads torch."""
     answer = httpx.post(f"{server.url}/v1/chat/completions", timeout=60, json={
         "model": "default", "messages": [{"role": "user", "content": "1"}], "max_tokens": 4,
         "response_format": {"type": "json_object"}})

@@ -1,1 +1,1 @@
-"""KV events: engines that publish them, and a mirror that follows."""
+"""KV events: engines that publish them, and a mirror that applies them."""

@@ -1,4 +1,4 @@
-"""Simulated engines whose KV events are followed: the places blocks are kept in, and what the engine's books say."""
+"""Simulated engines that publish KV events: the tiers that store their blocks, and the true contents of each tier."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_two_disks(path: Path) -> Callable[[Callable[[], None]], Tier]:
 
 
 def truth(world: World) -> Holdings:
-    """What the engine's own books say: medium, layer group, hash."""
+    """Return the blocks that the engine's own tables contain, as (medium, layer group, hash)."""
     tree, found = world.kv.tree, set[tuple[str, int, int]]()
     for block in range(1, world.kv.pool.most + 1):
         if world.kv.pool.cached(block):
@@ -69,7 +69,7 @@ def options_of(place: str, folder: Path) -> dict[str, Any]:
 
 
 def requests(rng: random.Random, count: int) -> Iterator[tuple[list[int], str | None]]:
-    """Prompts that share beginnings, some under a salt."""
+    """Yield prompts that share prefixes, some with a cache salt."""
     beginnings = [prompt(seed, 16) for seed in range(4)]
     for _ in range(count):
         yield rng.choice(beginnings)[: rng.randrange(4, 17)] + prompt(rng.randrange(6), rng.randrange(1, 40)), (

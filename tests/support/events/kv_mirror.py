@@ -1,4 +1,4 @@
-"""A subscriber to KV events: structs written from vLLM's definition, and a mirror of what an engine's tiers hold."""
+"""A subscriber to KV events: structs that follow vLLM's definition, and a mirror of what an engine's tiers hold."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class LesserBlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored"):
-    """What a subscriber with fewer fields knows."""
+    """The message as decoded by a subscriber that knows fewer fields."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -63,16 +63,16 @@ Holdings = set[tuple[str, int, int]]  # medium, layer group, hash
 
 
 class Mirror:
-    """What a subscriber knows. A batch out of order is refused: the caller heals it by a replay or a snapshot."""
+    """A subscriber's view of the tiers. It rejects batches out of order; the caller then needs a replay or snapshot."""
 
     def __init__(self) -> None:
         self.held: Holdings = set()
-        self.tokens: dict[int, tuple[int | None, tuple[int, ...]]] = {}  # hash -> parent, tokens
-        self.sequence: int | None = None  # of the last batch that was applied
+        self.tokens: dict[int, tuple[int | None, tuple[int, ...]]] = {}  # hash -> (parent's hash, tokens)
+        self.sequence: int | None = None  # sequence number of the last applied batch
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
 
     def take(self, sequence: int, payload: bytes) -> bool:
-        """Apply a batch; False if one before it is missing."""
+        """Apply a batch; return False if one before it is missing."""
         if self.sequence is None or sequence != self.sequence + 1:
             return self.sequence is not None and sequence <= self.sequence
         self.apply(payload)
@@ -94,7 +94,7 @@ class Mirror:
                 self.held -= places
 
     def restore(self, sequence: int, payloads: list[bytes]) -> None:
-        """Replace all that is known by a snapshot."""
+        """Replace the whole content by a snapshot."""
         self.held.clear()
         for payload in payloads:
             self.apply(payload)
@@ -111,10 +111,10 @@ class Mirror:
 
 
 class Subscriber:
-    """A mirror fed over sockets."""
+    """A mirror that receives its batches over sockets."""
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str = "", hwm: int = 1000) -> None:
-        """Subscribe. `hwm`: batches that wait here, unread."""
+        """Subscribe. `hwm`: maximum number of unread batches queued here."""
         self.mirror = Mirror()
         self.replays = self.snapshots = 0
         self._context = zmq.Context()
@@ -126,7 +126,7 @@ class Subscriber:
         self._replay_endpoint = replay_endpoint
 
     def ask(self, request: bytes) -> list[tuple[int, bytes]]:
-        """Return the replies, without the end mark."""
+        """Send a request; return the replies without the end mark."""
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self._replay_endpoint)
@@ -153,7 +153,7 @@ class Subscriber:
         return replies[0][0]
 
     def heal(self) -> None:
-        """Close a gap: by a replay where what is missing is still kept, else by a snapshot."""
+        """Close a gap: by a replay if the publisher still has the missing batches, otherwise by a snapshot."""
         last = self.mirror.sequence
         replies = [] if last is None else self.ask((last + 1).to_bytes(8, "big"))
         if last is None or not replies or replies[0][0] != last + 1:
@@ -164,7 +164,7 @@ class Subscriber:
             assert self.mirror.take(sequence, payload)
 
     def receive(self, loses: Callable[[], bool] = lambda: False) -> int:
-        """Take in what has arrived; return how many batches that was. `loses` says of each whether it is lost."""
+        """Apply the batches that have arrived; return their number. `loses` decides for each whether to drop it."""
         count = 0
         while self._batches.poll(0):
             _, sequence, payload = self._batches.recv_multipart()
@@ -174,7 +174,7 @@ class Subscriber:
         return count
 
     def wait(self, count: int = 1) -> None:
-        """Wait until batches arrive."""
+        """Wait until `count` batches have arrived."""
         deadline = time.monotonic() + PATIENCE
         while count > 0:
             assert self._batches.poll(int(max(0, deadline - time.monotonic()) * 1000)), "nothing was published"

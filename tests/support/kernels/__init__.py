@@ -1,1 +1,1 @@
-"""Kernels on a machine that cannot run them: emulated, interpreted or only compiled; and what they are tried on."""
+"""Kernels for machines that cannot run them natively: emulated, interpreted or only compiled; and their test inputs."""

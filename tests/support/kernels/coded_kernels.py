@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels of products with weights in codes; without a card they run emulated."""
+"""The CUDA C++ kernels for products with quantised weights (codes); without a GPU they run emulated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _emulated(form: Form, dtype: torch.dtype, device: torch.device) -> EmulatedM
 
 @contextmanager
 def coded_kernels() -> Iterator[None]:
-    """Let there be kernels."""
+    """Make the kernels available, emulated on a machine without a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(cuda, "kernels", _emulated)

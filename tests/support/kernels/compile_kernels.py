@@ -1,8 +1,8 @@
-"""Compiles Triton kernels for an H200 without one, and prints what ptxas says of each as JSON.
+"""Compile Triton kernels for an H200 without having one, and print what ptxas reports on each as JSON.
 
     python tests/support/kernels/compile_kernels.py
 
-A process of its own, as Triton's interpreter cannot be turned off again.
+It runs in its own process because Triton's interpreter cannot be turned off again.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ HEADS = {"GROUP": 4, "DIM": 128, "PADDED": 128, "BLOCK": 16, "TILE": 64, "WINDOW
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int,
              early: bool = False, registers: int | None = None) -> dict[str, int]:
-    """Return a kernel's registers, bytes of spilled registers and shared memory, and the most neighbours of the inner
-    dimension that one thread gives a product: it tells their order. Arguments that `types` leaves out are int32; all
-    that are no constants are multiples of 16."""
+    """Return a kernel's registers, bytes of spilled registers and of shared memory, and the maximum number of
+    neighbours of the inner dimension that a thread supplies to a product, which determines their order. Arguments not
+    in `types` are int32; all that are not constants are multiples of 16."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     plain = [index for index, name in enumerate(kernel.arg_names)
              if name not in constants and name not in ("rows", "scale", "eps") and "desc" not in types.get(name, "")]

@@ -1,7 +1,7 @@
-"""The native kernels built for other cores and run by an emulator, behind the names of the library of this machine.
+"""The native kernels built for other CPUs and run by an emulator, under the function names of this machine's library.
 
-A call sends the memory of all tensors that its pointers point into, and writes back what the kernel left there. So
-pointers that lie in memory themselves are not followed: kernels that take tables of them cannot be called.
+A call sends the memory of all tensors that its pointers point into, and copies the kernel's results back. Pointers
+stored in memory are not followed, so kernels that take tables of pointers cannot be called.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _CALLER = Path(__file__).parent / "caller.cpp"
 
 
 def missing() -> str | None:
-    """Why nothing can be emulated here."""
+    """Return why nothing can be emulated on this machine; None if it can."""
     wanted = [program for program in (COMPILER, EMULATOR) if shutil.which(program) is None]
     return f"no {' and no '.join(wanted)}: apt-get install g++-aarch64-linux-gnu qemu-user-static" if wanted else None
 
 
 @contextmanager
 def emulated(cores: str, *names: str) -> Iterator[EmulatedLibrary]:
-    """These sources built for `cores`, a flag of the compiler. native.library() is it meanwhile."""
+    """Build these sources for `cores`, a compiler flag, and make the emulated library that of native.library()."""
     command = [COMPILER, cores, *FLAGS]
     folder, name = cache_folder(), library_name([*command, _CALLER.read_text(), *names])
     library, caller = folder / name, folder / f"{name}.caller"
@@ -42,7 +42,7 @@ def emulated(cores: str, *names: str) -> Iterator[EmulatedLibrary]:
     if not caller.exists():
         subprocess.run([COMPILER, "-std=c++17", "-O1", "-static-libstdc++", str(_CALLER), "-o", str(caller), "-ldl"],
                        check=True)
-    # All features that the emulator knows; the library was built for those that are to be tested.
+    # The emulator offers all features that it knows; the library uses only those of the CPU under test.
     started = [EMULATOR, "-cpu", "max", "-L", "/usr/aarch64-linux-gnu", str(caller), str(library)]
     with (subprocess.Popen(started, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
           pytest.MonkeyPatch.context() as patch):
@@ -59,11 +59,11 @@ def emulated(cores: str, *names: str) -> Iterator[EmulatedLibrary]:
 class EmulatedLibrary:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        self._storages: dict[int, tuple[int, Tensor]] = {}  # by address: bytes, and a tensor that keeps it alive
+        self._storages: dict[int, tuple[int, Tensor]] = {}  # address -> bytes, and a tensor that keeps it alive
 
     @property
     def data_ptr(self) -> Callable[[Tensor], int]:
-        """As of tensors, but the storage is known from then on."""
+        """Return a replacement of Tensor.data_ptr that also registers the tensor's storage."""
         plain = torch.Tensor.data_ptr
 
         def data_ptr(tensor: Tensor) -> int:

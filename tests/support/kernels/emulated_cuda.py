@@ -1,4 +1,4 @@
-"""CUDA C++ kernels on a CPU, compiled with the system's C++ compiler: see emulated_cuda.cpp."""
+"""CUDA C++ kernels compiled for the CPU with the system's C++ compiler; see emulated_cuda.cpp."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from spillover.kernels.native.build import _cpu as cores
 from spillover.kernels.native.build import cache_folder, command
 
 _EMULATOR = Path(__file__).parent / "emulated_cuda.cpp"
-# Sums as they are written: the kernels say themselves where a product and a sum are rounded once.
+# No automatic contraction: the kernels state where a product and a sum are rounded once.
 FLAGS = ("-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-Wno-psabi", "-shared", "-fPIC",
-          "-U_FORTIFY_SOURCE")  # its longjmp takes a fiber's stack for a broken one
+          "-U_FORTIFY_SOURCE")  # its checked longjmp rejects the switch to a fiber's stack
 
 
 def described(address: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...],
               box: tuple[int, ...]) -> ctypes.Array[ctypes.c_uint64]:
-    """Describe a tensor as the emulated copies read it, in place of kernels.cuda.driver.tensor_map.tensor_map."""
+    """Describe a tensor for the emulated copies, in place of kernels.cuda.driver.tensor_map.tensor_map."""
     more = [1] * (4 - len(sizes))
     said = struct.pack("<Qii4i4q4i", address, len(sizes), 1 if kind == BYTES else 2, *sizes, *more, 0, *strides,
                        *[0] * len(more), *box, *more)
@@ -31,12 +31,12 @@ def described(address: int, kind: int, sizes: tuple[int, ...], strides: tuple[in
 
 
 class EmulatedModule:
-    """Launches as kernels.cuda.driver.compiled.Module does, and counts how often each kernel was launched."""
+    """A module that launches kernels as kernels.cuda.driver.compiled.Module does, and lists every kernel launched."""
 
     shared = 226 << 10
 
     def __init__(self, source: Path, options: tuple[str, ...], late: bool = False) -> None:
-        """`late`: asynchronous copies are made when they are waited for, else at once."""
+        """`late`: run asynchronous copies only when they are waited for; otherwise at once."""
         self._library = _library(source, (*options, f"-DLATE={int(late)}"))
         self.launched: list[str] = []
 
@@ -55,14 +55,14 @@ def _library(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def built(options: tuple[str, ...], source: Path, included: tuple[Path, ...]) -> ctypes.CDLL:
-    """Compile a library, or load the one that was compiled from the same texts."""
-    compiler = [*command()[:2], *options]  # for the cores of this machine
+    """Compile a library, or load the one already compiled from the same sources."""
+    compiler = [*command()[:2], *options]  # includes flags for the CPU of this machine
     named = b"\0".join(("\0".join((*compiler, cores())).encode(), *(path.read_bytes() for path in (source, *included))))
     path = cache_folder() / f"emulated-{hashlib.blake2b(named, digest_size=10).hexdigest()}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder, path.name)
-            beside = {f"-I{each.parent}" for each in included}  # no part of the name: a checkout may lie anywhere
+            beside = {f"-I{each.parent}" for each in included}  # not part of the key: a checkout may be in any folder
             subprocess.run([*compiler, *beside, str(source), "-o", str(made)], check=True)
             os.replace(made, path)
     return ctypes.CDLL(str(path))

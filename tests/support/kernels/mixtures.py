@@ -1,4 +1,4 @@
-"""Random mixtures of experts in every form of weights, on the device that there is."""
+"""Random mixtures of experts in every weight format, on the GPU if there is one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def stack(weight: Tensor, form: str, bias: Tensor | None, parts: int = 1) -> Experts:
-    """A dense [E, N, K] stack in another form."""
+    """Return a dense [E, N, K] stack in another format."""
     shape = LinearShape((weight.shape[1] // parts,) * parts, weight.shape[2])
     if form == "dense":
         return Experts(Linear(DENSE, shape, (weight,)), bias)
@@ -46,7 +46,7 @@ def stack(weight: Tensor, form: str, bias: Tensor | None, parts: int = 1) -> Exp
 
 
 def gguf_stack(weight: Tensor, kinds: list[str], parts: int, bias: Tensor | None) -> Experts:
-    """A dense [E, N, K] stack in a GGUF file's types, in the format that layers with all of them have."""
+    """Return a dense [E, N, K] stack in GGUF types, in the format used for a layer that contains all of `kinds`."""
     shape = LinearShape((weight.shape[1] // parts,) * parts, weight.shape[2])
     form = experts_format({FORMS[kind] for kind in kinds}, [LinearShape((128,), 128)])
     assert isinstance(form, GgufExperts)
@@ -56,7 +56,7 @@ def gguf_stack(weight: Tensor, kinds: list[str], parts: int, bias: Tensor | None
 
 
 def int_tensors(weight: Tensor, base: GroupedInt) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, K] as the codes, scales and zeros of a group, which are not all in the middle."""
+    """Return [N, K] as grouped codes, scales and zeros; the zeros vary by group."""
     groups = weight.view(weight.shape[0], -1, base.group)
     top = (1 << base.bits) - 1
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Random batches over a paged KV pool, for kernels of attention on a device or in Triton's interpreter."""
+"""Random batches over a paged KV pool, for attention kernels on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.kv_quant import head_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter has no products in bfloat16.
+# The interpreter cannot multiply matrices in bfloat16.
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 
@@ -67,7 +67,7 @@ class Case:
         return attention(q, self.kv, batch, self.scale, self.window, self.sinks if sinks else None)
 
     def part(self, request: int, first: int, last: int) -> tuple[Tensor, AttentionBatch]:
-        """Return some of a request's rows by themselves, and the batch of them alone."""
+        """Return some of a request's rows, and a batch that contains only them."""
         start, length = int(self.batch.query_start[request]), int(self.batch.seq_lens[request])
         count = int(self.batch.query_start[request + 1]) - start
         rows = slice(start + first, start + last)

@@ -1,7 +1,7 @@
-"""Triton's interpreter without what it does over and over: the same kernels, values and errors in half the time.
+"""Triton's interpreter without repeated lookups: the same kernels, values and errors in half the time.
 
-It looks through all names of the language at each launch, and again at each call of a function by a kernel, for those
-that it has to replace by its own; and at each value through all types for its own. Here each is looked up once.
+At each launch, and at each call of a function by a kernel, it searches all names of the language for those that it must
+replace; and for each value it searches all types for the NumPy type. Here each search is done once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 @functools.cache
 def install() -> None:
-    """Replace these parts of the interpreter, once, where it is one that has them."""
+    """Replace these parts of the interpreter, once, if it is a version that has them."""
     functions = interpreter.InterpretedFunction
     if not hasattr(interpreter, "_LangPatchScope") or "_patch_lang(self.fn)" not in inspect.getsource(
             functions.__call__):
@@ -37,7 +37,7 @@ def install() -> None:
         scalar = type_.scalar
         return of_pointers(type_) if isinstance(scalar, language.pointer_type) else of_scalar(scalar)
 
-    running: list[frozenset[str]] = []  # the languages that a launch has replaced
+    running: list[frozenset[str]] = []  # for each nested launch, the language modules that are patched
     launch, call = interpreter.GridExecutor.__call__, functions.__call__
 
     def launched(self: Any, *arguments: Any, **named: Any) -> Any:

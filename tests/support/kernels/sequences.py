@@ -17,9 +17,9 @@ NAN = float("nan")
 
 @dataclass
 class Sequences:
-    """Some requests' whole q, k and v, and the blocks they own in a pool that holds NaN wherever nothing was stored."""
+    """The complete q, k and v of some requests, and their blocks in a pool that holds NaN where nothing was stored."""
 
-    q: list[Tensor]  # [length, H, D] a request
+    q: list[Tensor]  # one [length, H, D] per request
     k: list[Tensor]
     v: list[Tensor]
     pool: Tensor  # [num_blocks, 2 layers, 2, Hk, block_size * D]
@@ -28,7 +28,7 @@ class Sequences:
     kv_dtype: str = "auto"
 
     def batch(self, parts: list[tuple[int, int, int]]) -> tuple[AttentionBatch, Tensor, Tensor, Tensor]:
-        """parts: (request, first, last) positions -> (batch, q, k, v), the three being views of one row buffer."""
+        """Return the batch of (request, first, last) positions, and q, k and v as views of one row buffer."""
         lengths = [last - first for _, first, last in parts]
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
         requests = [request for request, _, _ in parts]
@@ -67,10 +67,10 @@ def sequences(
     blocks = [-(-length // block_size) for length in lengths]
     if kv_dtype == "auto":
         pool = torch.full((sum(blocks) + 3, 2, 2, kv_heads, block_size * dim), NAN)
-    else:  # bytes of 255 are NaN as codes (fp8) and as scales
+    else:  # bytes of 255 are NaN both as fp8 codes and as scales
         shape = (sum(blocks) + 3, 2, 2, kv_heads, head_bytes(block_size, dim))
         pool = torch.full(shape, 255, dtype=torch.uint8)
-    order = (torch.randperm(sum(blocks) + 2, generator=generator) + 1).int()  # block 0 is the dummy
+    order = (torch.randperm(sum(blocks) + 2, generator=generator) + 1).int()  # block 0 is the dummy block
     tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
     for request, count in enumerate(blocks):
         tables[request, :count] = order[sum(blocks[:request]) : sum(blocks[: request + 1])]

@@ -1,1 +1,1 @@
-"""Experiments without engines: pretended runs and made-up results."""
+"""Experiments without engines: simulated runs and made-up results."""

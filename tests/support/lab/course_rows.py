@@ -1,4 +1,4 @@
-"""The rows of every metrics table of the course's document, as it has them: name and unit by week."""
+"""The rows of every metrics table in the course's document: the unit of each name, by week."""
 
 ROWS: dict[int, dict[str, str]] = {
     1: {"TTFT (p50, p99)": "ms", "ITL (p50, p99)": "ms", "Throughput": "tok/s", "Request latency (p50, p99)": "ms"},
@@ -17,7 +17,7 @@ ROWS: dict[int, dict[str, str]] = {
     10: {"Decode latency (eager)": "ms", "Decode latency (graphs)": "ms", "Server startup time": "s",
          "Memory overhead": "MB"},
     11: {"Acceptance rate": "%", "Per-request latency": "ms", "Throughput at high QPS": "tok/s"},
-    12: {"Memory": "GB", "Throughput": "tok/s", "GSM8K Accuracy": "%"},  # there columns; the rows are models
+    12: {"Memory": "GB", "Throughput": "tok/s", "GSM8K Accuracy": "%"},  # columns there; the rows are models
     13: {"Decode latency per TP": "ms", "All-reduce time": "us", "Communication fraction": "%"},
     14: {"GPU memory (Mixtral)": "GB", "Throughput (MoE vs dense)": "tok/s", "Expert load balance": "%"},
     15: {"TTFT (cold vs warm)": "ms", "Cache restore time": "ms", "Throughput per chunk_size": "tok/s"},

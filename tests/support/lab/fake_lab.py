@@ -1,6 +1,6 @@
-"""A lab without servers: engines that only pretend, and load whose times are drawn with a real machine's unrest.
+"""A lab without servers: fake engines, and load whose times vary as on a real machine.
 
-A visit's speed varies by `unrest` from run to run, and the machine's by a slow walk that all arms share.
+Speed varies by `unrest` from run to run; the machine's speed follows a slow random walk that all arms share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def experiment(**changes: Any) -> Experiment:
 def make_run(count: int = 20, ttft: float = 0.1, tpot: float = 0.02, output: int = 8, speed: float = 1.0,
              gap: float = 0.05, rng: np.random.Generator | None = None, counters: Mapping[str, float] | None = None,
              details: Mapping[str, Any] | None = None, client: ClientHealth | None = None) -> Run:
-    """Requests every `gap` seconds; each takes ttft + 7 tpot, all of it times `speed`."""
+    """Return a run with a request every `gap` seconds; each takes ttft + 7 tpot, multiplied by `speed`."""
     records = []
     for index in range(count):
         own = speed * (1.0 if rng is None else float(rng.lognormal(0, 0.05)))
@@ -82,7 +82,7 @@ class FakeEngine(Engine):
 
 
 class FakeLoad:
-    """`slowdown` by arm, told by an engine's argument of that name."""
+    """Load without requests: an arm is slowed by the factor in its engine's argument `slowdown`."""
 
     def __init__(self, seed: int = 0, unrest: float = 0.025, walk: float = 0.01,
                  on_measure: Callable[[FakeEngine, int], None] | None = None, **stats: Any) -> None:
@@ -91,7 +91,7 @@ class FakeLoad:
         self._on_measure = on_measure
         self.stats = {"sharing": 0.0, "working_set_tokens": 4000, **stats}
         self.engines: dict[str, FakeEngine] = {}
-        self.measured: list[tuple[str, str, int]] = []  # workload, slowdown, repeat
+        self.measured: list[tuple[str, str, int]] = []  # (workload, slowdown, repeat)
 
     def check(self, workload: WorkloadSpec) -> None: ...
 
@@ -107,7 +107,7 @@ class FakeLoad:
         self._machine += float(self._rng.normal(0, self._walk))
         speed = float(engine.spec.args.get("slowdown", 1.0)) * float(
             np.exp(self._machine + self._rng.normal(0, self._unrest)))
-        # Closed loop: the next request goes out when the one before has ended, so that speed shows in throughput.
+        # Closed loop: a request is sent when the one before has finished, so that speed affects throughput.
         run = make_run(count=12, speed=speed, gap=0.24 * speed, rng=self._rng, details={"arrival": "closed"})
         return Measured(run, run_metrics(run), run_metrics(run, None, run.window), self.stats, self.stats["sharing"],
                         self.stats["working_set_tokens"])

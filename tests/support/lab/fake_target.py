@@ -1,4 +1,4 @@
-"""A target without a model: it answers at once, keeps the prompts it saw and has a prefix cache of whole prompts."""
+"""A target without a model: it answers at once, records the prompts and has a prefix cache of whole prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spillover.bench.target import BenchRequest, Bound, Completion, Counters, Li
 
 
 class FakeLimits:
-    """One byte a token of context, one FLOP a new token: easy to add up by hand."""
+    """Limits that are easy to add up by hand: one byte per token of context, one FLOP per new token."""
 
     memory_rate = 1000.0
     matrix_rate = 100.0
@@ -61,9 +61,9 @@ class FakeTarget:
 
 
 class FakeTierTarget(FakeTarget):
-    """Has the whole of the last prompt on its device and, with `host`, every block of four tokens it ever saw there.
+    """Caches the whole last prompt on its device and, with `host`, every block of four tokens on the host.
 
-    A computed token takes 10 ms and a restored one 1 ms, times `slowness`; a block has 40 bytes.
+    A computed token takes 10 ms and a restored one 1 ms, both multiplied by `slowness`; a block has 40 bytes.
     """
 
     def __init__(self, host: bool = False, slowness: float = 1.0, wrong: bool = False) -> None:

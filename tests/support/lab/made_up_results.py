@@ -1,7 +1,7 @@
-"""A result folder with made-up numbers, written and analysed by the lab's own parts: for tests of the report only.
+"""A result folder with made-up numbers, written and analysed by the lab's own code: only for tests of the report.
 
-`slow` stands for a slower engine that tells nothing of its phases; `vllm` was not installed; `warm` had a cache that
-held prompts of a run before, on the workload 'chats'.
+`slow` is a slower engine that reports no phases; `vllm` was not installed; `warm` had a cache with prompts of an
+earlier run of the workload 'chats'.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from spillover.lab.validity import Fault
 
 START = 1_790_000_000.0
 SPEED = {"device": 1.0, "host": 1.6, "warm": 1.03, "slow": 0.7, "vllm": 1.0}
-HITS = {"device": (70, 30, 0), "host": (21, 30, 49), "warm": (66, 30, 4)}  # computed, device, host
+HITS = {"device": (70, 30, 0), "host": (21, 30, 49), "warm": (66, 30, 4)}  # tokens: computed, device, host
 ARMS = tuple(SPEED)
 
 
 def write_results(folder: Path, arms: Sequence[str] = ARMS, rates: Sequence[float] = (1, 2, 4, 8), blocks: int = 6,
                   passes: int | None = None, name: str = "made-up", about: str = "Made-up numbers.",
                   crashing: str = "", primary: str = "output_throughput") -> Path:
-    """`passes`: stop after this number, as if it had been interrupted. `crashing`: an arm that runs out of memory."""
+    """`passes`: stop after this number, as if interrupted. `crashing`: an arm that runs out of memory."""
     experiment = parse_experiment({**document(arms, rates, blocks, name, about), "primary": primary})
     kept = ResultFolder.open(folder, experiment)
     kept.begin({"date": "2026-11-15T08:00:00+00:00", "command": f"spill lab run {name}", "commit": "0" * 40,
@@ -43,7 +43,7 @@ def write_results(folder: Path, arms: Sequence[str] = ARMS, rates: Sequence[floa
                                      "log_tail": "loading weights\nKilled <9>", "started": START})
             continue
         rate = float(experiment.workload(visit.workload).options.get("request-rate", 40))
-        same_for_all = random.Random(f"{visit.pass_} {visit.workload}")  # arrivals of a pass, as the lab has them
+        same_for_all = random.Random(f"{visit.pass_} {visit.workload}")  # arms share a pass's arrivals, as in the lab
         run = made_up_run(same_for_all, visit.arm, SPEED[visit.arm] * speeds.gauss(1, 0.015), rate)
         write_visit(kept, visit, experiment, run)
     for arm in arms:
@@ -67,7 +67,7 @@ def document(arms: Sequence[str], rates: Sequence[float], blocks: int, name: str
 
 
 def made_up_run(chance: random.Random, arm: str, speed: float, rate: float, requests: int = 40) -> Run:
-    """One request is begun at a time, every 0.12 s of a server of speed 1; tokens follow every 20 ms, with spikes."""
+    """Begin one request at a time, every 0.12 s on a server of speed 1; tokens follow every 20 ms, with spikes."""
     times = [chance.expovariate(rate) for _ in range(requests)]
     records, clock, free = [], 0.0, 0.0
     computed, device, host = HITS.get(arm, (100, 0, 0))

@@ -1,4 +1,4 @@
-"""Numbers of one made-up run."""
+"""Sample numbers of one made-up run."""
 
 from __future__ import annotations
 

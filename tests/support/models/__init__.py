@@ -1,1 +1,1 @@
-"""What is loaded: configurations, checkpoints and files of every format, and what they compute by definition."""
+"""Model inputs: configurations, checkpoints and files of every format, with reference results."""

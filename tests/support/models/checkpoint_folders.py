@@ -1,4 +1,4 @@
-"""Folders with a checkpoint, whole or in shards."""
+"""Checkpoint folders, in one file or in shards."""
 
 from __future__ import annotations
 

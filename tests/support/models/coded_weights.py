@@ -1,4 +1,4 @@
-"""Random weights in the codes of GGUF files, and how exact products with them must be."""
+"""Random weights in the codes of GGUF files, and the required accuracy of products with them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HALVES = {Kind.Q4_1: (0, 2), Kind.Q5_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q5_K: (
 
 
 def stored(kind: Kind, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """As a file has it: any codes, scales and offsets of either sign."""
+    """Return weights as stored in a file: any codes, scales and offsets of either sign."""
     random = np.random.default_rng(seed)
     block, size = GGML_QUANT_SIZES[kind]
     blocks = random.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
-    for at in _HALVES.get(kind, (0,)):  # where a block has float16 numbers
+    for at in _HALVES.get(kind, (0,)):  # offsets of the float16 numbers in a block
         numbers = random.standard_normal((rows, columns // block, 1)) * 32 / block
         blocks[..., at : at + 2] = numbers.astype(np.float16).view(np.uint8)
     if kind is Kind.MXFP4:  # scales near 1
@@ -35,11 +35,11 @@ def coded(kind: Kind, rows: int, columns: int, seed: int = 0) -> Linear:
 
 
 def room(x: Tensor, weight: Tensor) -> Tensor:
-    """What roundings may move y by: a few of float32's, of a block's largest x times its largest weight, for each block
-    of 32 columns that is added up."""
+    """Return how far rounding may move y: a few float32 roundings of a block's largest x times its largest weight, for
+    each block of 32 columns that is summed."""
     rows, columns = x.shape
     blocks = columns // CODE_BLOCK
     largest = x.abs().view(rows, blocks, CODE_BLOCK).amax(-1).double() * CODE_BLOCK
-    # Codes less their centre, beside an offset.
+    # Codes minus their centre are added to an offset, hence the factor of 4.
     heaviest = weight.abs().view(-1, blocks, CODE_BLOCK).amax(-1).double() * 4
     return (largest @ heaviest.T) * 2.0**-23 * (blocks + 4)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in the published format, and what they draft by the definition: plain torch beside transformers."""
+"""EAGLE-3 heads in the published format, and a reference for their drafts in plain torch, for transformers models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THETA = 10_000.0
 
 def head_tensors(target: PreTrainedModel, draft_vocab: int, seed: int = 0, taps: int = 3,
                  spread: float = 0.1) -> dict[str, Tensor]:
-    """Return random weights of a head for a model."""
+    """Return random head weights for a model."""
     made, config = torch.Generator().manual_seed(seed), target.config
     hidden, inner = config.hidden_size, 2 * config.hidden_size
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -69,13 +69,13 @@ def write_head(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor])
 
 
 class ReferenceHead:
-    """A head as it is defined. Row p is of token p and of the hidden states of position p - 1."""
+    """A head by its definition. Row p is computed from token p and the hidden states of position p - 1."""
 
     def __init__(self, target: PreTrainedModel, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.target, self.config, self.w = target, config, tensors
         layers = target.config.num_hidden_layers
         kinds = getattr(target.config, "layer_types", None) or []
-        # The head sees what the first kind of layers sees: everything, if one does.
+        # The head's window is that of the first kind of layers: none if a layer has full attention.
         self.window = None if "full_attention" in kinds else getattr(target.config, "sliding_window", None)
         self.taps = config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
 
@@ -92,7 +92,7 @@ class ReferenceHead:
 
     @torch.no_grad()
     def draft(self, tokens: list[int], count: int, without: Set[int] = frozenset()) -> list[int]:
-        """Return the tokens drafted behind these; rows in `without` follow zeros, and so does the first."""
+        """Return the tokens drafted after `tokens`; the first row and those in `without` follow zeros."""
         before = F.pad(self.fused(self.features(tokens))[:-1], (0, 0, 1, 0))
         before[list(without | {0})] = 0
         tokens, drafted = list(tokens), []
@@ -105,7 +105,7 @@ class ReferenceHead:
         return drafted
 
     def rows(self, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits and what stands in for hidden states, of all rows [T, hidden] at once."""
+        """Return the logits, and the head's substitutes for hidden states, of all rows [T, hidden] at once."""
         layer, w = "midlayer.", self.w
         embedding = w.get("embed_tokens.weight")
         embedded = F.embedding(tokens, self.target.get_input_embeddings().weight if embedding is None else embedding)
@@ -133,31 +133,31 @@ class ReferenceHead:
 
 
 def turned(x: Tensor) -> Tensor:
-    """Rotate x [heads, T, dim] by its positions."""
+    """Rotate x [heads, T, dim] by the positions (RoPE)."""
     dim = x.shape[-1]
     angles = torch.outer(torch.arange(x.shape[1]).float(), THETA ** (-torch.arange(0, dim, 2).float() / dim))
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()), dim=-1)
 
 
-DISTANCE = 12  # of the older token that decides, with the newest, what a predictable model says
-_SHARP = 300.0  # score of the position that is looked for, over that of one where nothing agrees
+DISTANCE = 12  # positions between the newest token and the older one that predict a predictable model's next token
+_SHARP = 300.0  # attention score of the position that is looked for, relative to positions that do not match
 
 
 def predictable(target: PreTrainedModel, spread: float = 0.02) -> dict[str, Tensor]:
     """Change a Llama of 64 dimensions, with 4 heads and 2 key/value heads, so that its next token depends on the newest
-    token and on the one DISTANCE before it, and a little on all others; return a head that knows the first two.
+    token, on the one DISTANCE before it, and slightly on all others; return a head that uses the first two.
 
-    The first dimension of embeddings is 1: keys and queries are made of it alone, and rotate to agree at a distance.
-    The head finds the older token in its KV, and nowhere else.
+    The first dimension of embeddings is 1: keys and queries are made of it alone, and match after rotation at a
+    distance. The head finds the older token only in its KV.
     """
     made, config = torch.Generator().manual_seed(1), target.config
     hidden, dim, vocab = config.hidden_size, config.hidden_size // config.num_attention_heads, config.vocab_size
     tokens = torch.randn(vocab, 31, generator=made)
     embedded = torch.zeros(vocab, hidden)
     embedded[:, 0] = 1.0
-    embedded[:, 1:32] = tokens * ((hidden - 1) / tokens.square().sum(1, keepdim=True)).sqrt()  # of mean square 1
-    mixed = torch.randn(32, 32, generator=made) / 4  # what the older token says
+    embedded[:, 1:32] = tokens * ((hidden - 1) / tokens.square().sum(1, keepdim=True)).sqrt()  # mean square 1
+    mixed = torch.randn(32, 32, generator=made) / 4  # maps the older token to its contribution
     said = torch.randn(vocab, hidden, generator=made)
     layer = target.model.layers[0]
     with torch.no_grad():
@@ -172,19 +172,19 @@ def predictable(target: PreTrainedModel, spread: float = 0.02) -> dict[str, Tens
         layer.self_attn.q_proj.weight.copy_(torch.cat([_query(hidden, dim, each) for each in distances]))
         layer.self_attn.k_proj.weight.copy_(_query(hidden, dim, 0).repeat(2, 1))
         layer.self_attn.v_proj.weight.copy_(torch.eye(32, hidden))
-        # Heads 0 and 1 have the first half of the older token, 2 and 3 the second.
+        # Heads 0 and 1 carry the first half of the older token's vector, 2 and 3 the second.
         layer.self_attn.o_proj.weight.copy_(torch.zeros(hidden, hidden))
         layer.self_attn.o_proj.weight[:32, :dim] = mixed[:, :16]
         layer.self_attn.o_proj.weight[:32, 2 * dim:3 * dim] = mixed[:, 16:]
     head = head_tensors(target, vocab - 20)
     twice, out = torch.zeros(32, hidden), torch.zeros(hidden, hidden)
-    # Heads 0 and 2 look at the newest token, 1 and 3 at the older one.
+    # Heads 0 and 2 attend to the newest token, 1 and 3 to the older one.
     out[:32, :dim], out[:32, 2 * dim:3 * dim] = torch.eye(32)[:, :16], torch.eye(32)[:, 16:]
     out[:32, dim:2 * dim], out[:32, 3 * dim:] = mixed[:, :16], mixed[:, 16:]
     for name, weight in head.items():
         if "norm" in name:
             weight.fill_(1.0)
-    head["midlayer.hidden_norm.weight"].fill_(1e-3)  # what comes before is next to nothing
+    head["midlayer.hidden_norm.weight"].fill_(1e-3)  # hidden states of earlier positions contribute almost nothing
     head["midlayer.self_attn.q_proj.weight"] = torch.cat(
         [torch.cat((_query(hidden, dim, each), twice[:dim]), 1) for each in (0, DISTANCE, 0, DISTANCE)])
     head["midlayer.self_attn.k_proj.weight"] = torch.cat((_query(hidden, dim, 0).repeat(2, 1), twice), 1)
@@ -196,11 +196,11 @@ def predictable(target: PreTrainedModel, spread: float = 0.02) -> dict[str, Tens
 
 
 def _query(hidden: int, dim: int, distance: int) -> Tensor:
-    """Return [dim, hidden]: what the first dimension becomes to agree with what lies `distance` positions before."""
+    """Return [dim, hidden]: maps the first dimension to a query that matches the key `distance` positions before."""
     turns = distance * THETA ** (-torch.arange(0, dim, 2).float() / dim)
     size = (_SHARP * dim**0.5 / 4) ** 0.5
     made = torch.zeros(dim, hidden)
-    for index in range(4):  # slower dimensions tell positions apart too little
+    for index in range(4):  # slower dimensions hardly distinguish positions
         made[index, 0] = size * turns[index].cos()
         made[index + dim // 2, 0] = -size * turns[index].sin()
     return made

@@ -1,4 +1,4 @@
-"""Configurations of each architecture that GGUF files may hold."""
+"""Configurations of each architecture supported in GGUF files."""
 
 from __future__ import annotations
 

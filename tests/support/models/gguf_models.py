@@ -1,4 +1,4 @@
-"""A small llama whose matrices are of whole tiles (16 channels by 128 inputs) and blocks of 256, as a GGUF file."""
+"""A small Llama in a GGUF file whose matrices consist of whole tiles (16 channels by 128 inputs) and blocks of 256."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIDDEN, INNER, HEADS, KV_HEADS, VOCAB, LAYERS = 256, 512, 4, 2, 96, 2
 
 
 def write_tiled_llama(path: Path, kind_of: Callable[[str], Kind], tied: bool = False) -> Path:
-    """`kind_of` says the type of a matrix by its name in the file."""
+    """Write the model; `kind_of` returns the type of a matrix for its name in the file."""
     random, kv = np.random.default_rng(0), HIDDEN // HEADS * KV_HEADS
     layer = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN),
              "attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN),
@@ -35,7 +35,7 @@ def write_tiled_llama(path: Path, kind_of: Callable[[str], Kind], tied: bool = F
 
 def write_tiled_mixture(path: Path, kind_of: Callable[[str], Kind], layers: int = 1, experts: int = 8,
                         quantize: Callable[[np.ndarray, Kind], np.ndarray] = quantize_more) -> Path:
-    """Write a qwen3moe with 2 experts for a token; `kind_of` says the type of experts by their names."""
+    """Write a qwen3moe with 2 experts per token; `kind_of` returns the type of experts for their name in the file."""
     random, head = np.random.default_rng(0), HIDDEN // HEADS
     kv, inner = head * KV_HEADS, 256
     layer = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN),
@@ -60,5 +60,5 @@ def write_tiled_mixture(path: Path, kind_of: Callable[[str], Kind], layers: int 
 
 
 def mixed(name: str) -> Kind:
-    """Choose as llama.cpp's Q4_K_M does: some matrices in Q6_K, of the last layer v and the MLP's second."""
+    """Choose as llama.cpp's Q4_K_M: Q6_K for the output, and the last layer's v and MLP down projection."""
     return Kind.Q6_K if name == "output.weight" or name.startswith(("blk.1.attn_v", "blk.1.ffn_down")) else Kind.Q4_K

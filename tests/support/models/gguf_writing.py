@@ -12,11 +12,11 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import quantize
 from transformers import PreTrainedModel
 
-Arrays = dict[str, tuple[np.ndarray, Kind]]  # values as stored: floats, or blocks as bytes
+Arrays = dict[str, tuple[np.ndarray, Kind]]  # values as stored (floats, or blocks as bytes) and their type
 
 
 def write_gguf(path: Path, arch: str, fields: dict[str, Any], arrays: Arrays) -> Path:
-    """`fields` without a dot in front of them get the architecture's name as prefix."""
+    """Write a GGUF file; names in `fields` get the architecture's name as a prefix unless they are global ones."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in fields.items():
         full = key if key.startswith(("tokenizer.", "general.", "split.")) else f"{arch}.{key}"
@@ -57,8 +57,8 @@ def llama_arrays(kind: Kind = Kind.F32) -> Arrays:
 
 def write_like_llama_cpp(path: Path, model: PreTrainedModel, arch: gguf.MODEL_ARCH, fields: dict[str, Any],
                          expert_kind: Kind = Kind.F32, kind_of: Callable[[str, int], Kind] | None = None) -> Path:
-    """What llama.cpp's conversion makes of a model: its names, its order of rows, its experts. `kind_of`: of tensors
-    that are no experts, by their name and number of dimensions."""
+    """Write a model as llama.cpp's conversion does: its names, order of rows and experts. `kind_of`: the type of
+    tensors that are not experts, by name and number of dimensions."""
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     arrays: Arrays = {}
 

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, and walks through what a grammar allows."""
+"""A tokenizer of bytes, and random walks through the tokens that a grammar allows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def byte_level() -> Tokenizer:
 
 
 def allowed(grammar: Grammar, tokenizer: Tokenizer) -> list[int]:
-    row = model_mask(grammar, tokenizer.vocab_size + 64)  # wider, as a padded vocabulary
+    row = model_mask(grammar, tokenizer.vocab_size + 64)  # wider than the vocabulary, as a model pads it
     bits = ((row.unsqueeze(1) >> torch.arange(32)) & 1).flatten()
     return bits.nonzero().flatten().tolist()
 
@@ -44,7 +44,7 @@ def model_mask(grammar: Grammar, vocab_size: int) -> torch.Tensor:
 
 
 def walk(grammar: Grammar, tokenizer: Tokenizer, seed: int, patience: int = 60) -> str:
-    """A model with random logits that, after a while, prefers whatever closes a document."""
+    """Generate text as a model with random logits that after `patience` steps prefers closing tokens would."""
     rng = random.Random(seed)
     closing = [tokenizer.backend.token_to_id(t) for t in ('"', "]", "}")]
     out: list[int] = []

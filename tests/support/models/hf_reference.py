@@ -1,4 +1,4 @@
-"""Small random models of every architecture, as Hugging Face transformers computes them."""
+"""Small random models of every architecture, computed by Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def all_architectures() -> list[str]:
 
 
 def tiny_model(name: str, seed: int = 0) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A random float32 model and its config.json; every tensor is random, also those that usually start at 0 or 1."""
+    """Return a float32 model and its config.json; all tensors are random, also those that usually start at 0 or 1."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(_CONFIGS[name](), dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -117,22 +117,22 @@ def config_dict(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
-    """A folder as on the hub: config.json and safetensors."""
+    """Save a folder as on the Hugging Face hub: config.json and safetensors."""
     model.save_pretrained(folder)
     return folder
 
 
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """[len(tokens), vocab], in one pass without a cache."""
+    """Return [len(tokens), vocab], computed in one pass without a cache."""
     logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
 
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, prompt: list[int], count: int, guess: list[int] | None = None) -> list[int]:
-    """The tokens that `generate` adds to the prompt. One pass over a `guess` tells whether it is these: each has then
-    the highest score behind those before it."""
+    """Return the tokens that `generate` adds to the prompt. A `guess` is checked in one pass: it is right if each of
+    its tokens has the highest score after those before it."""
     if guess is not None and len(guess) == count:
         with torch.inference_mode():
             scores = model(torch.tensor([prompt + guess])).logits[0, len(prompt) - 1 : -1]

@@ -1,5 +1,5 @@
-"""Quantisers for GGUF's types that the gguf package only dequantises, by plain rounding, and a file in llama.cpp's
-Q4_K_M made of another: `PYTHONPATH=tests python -m support.models.k_quants IN.gguf OUT.gguf`."""
+"""Quantisers, by plain rounding, for GGUF types that the gguf package can only dequantise; and conversion of a file to
+llama.cpp's Q4_K_M: `PYTHONPATH=tests python -m support.models.k_quants IN.gguf OUT.gguf`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gguf.quants import IQ4_NL, quantize
 
 F = np.float32
 SUPER = 256
-# What llama.cpp takes where rows are no multiple of 256.
+# The types that llama.cpp uses where the row length is not a multiple of 256.
 FALLBACK = {Kind.Q4_K: Kind.Q5_0, Kind.Q5_K: Kind.Q5_1, Kind.Q6_K: Kind.Q8_0}
 
 
 def quantize_more(values: np.ndarray, kind: Kind) -> np.ndarray:
-    """Quantise [..., columns] to any type -> bytes."""
+    """Quantise [..., columns] to any type; return bytes."""
     if kind not in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL):
         return quantize(values, kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -31,12 +31,12 @@ def quantize_more(values: np.ndarray, kind: Kind) -> np.ndarray:
 
 
 def _over(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Divide, and round; 0 where a scale is 0."""
+    """Divide and round; return 0 where a scale is 0."""
     return np.rint(np.divide(values, scales, out=np.zeros_like(values), where=scales != 0))
 
 
 def _half(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [blocks, 1] as float16's bytes, and as what these come to."""
+    """Return [blocks, 1] as float16 bytes, and the rounded values."""
     halves = numbers.astype(np.float16)
     return halves.view(np.uint8), halves.astype(F)
 
@@ -47,7 +47,7 @@ def _nibbles(codes: np.ndarray, step: int) -> np.ndarray:
 
 
 def _q4_k(blocks: np.ndarray, bits: int) -> np.ndarray:
-    """d * sc * q - dmin * m, with sc and m of six bits for every 32 values."""
+    """Quantise to d * sc * q - dmin * m, with six-bit sc and m for every 32 values."""
     parts = blocks.reshape(len(blocks), 8, 32)
     least = np.minimum(parts.min(-1), 0)
     steps = (parts.max(-1) - least) / F((1 << bits) - 1)
@@ -64,7 +64,7 @@ def _q4_k(blocks: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
-    """d * sc * (q - 32), with a signed sc for every 16 values."""
+    """Quantise to d * sc * (q - 32), with a signed sc for every 16 values."""
     parts = blocks.reshape(len(blocks), 16, 16)
     where = np.abs(parts).argmax(-1, keepdims=True)
     steps = np.take_along_axis(parts, where, -1)[..., 0] / -32
@@ -86,7 +86,7 @@ def _iq4_nl(blocks: np.ndarray) -> np.ndarray:
 
 
 def q4_k_m(name: str, columns: int, layers: int) -> Kind:
-    """Choose a matrix's type as llama.cpp does for a dense model with tied embeddings."""
+    """Return a matrix's type as llama.cpp chooses it for a dense model with tied embeddings."""
     layer = int(found[1]) if (found := re.match(r"blk\.(\d+)\.", name)) else 0
     more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     six = name in ("token_embd.weight", "output.weight") or (more and re.search(r"attn_v|ffn_down", name))

@@ -1,4 +1,4 @@
-"""All of a model's weights at once, read or made up, on one device."""
+"""All weights of a model at once, read or made up, on one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spillover.models.weights import ResidentWeights
 
 def load_weights(checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs, dtype: torch.dtype,
                  device: torch.device, pack: bool = True, progress: Progress | None = None) -> ResidentWeights:
-    """`pack`: in the formats that the device computes with."""
+    """Load all weights; `pack`: convert them to the formats that the device computes with."""
     kept = _kept(specs, dtype, device) if pack else specs
     return ResidentWeights(dict(load_parts(checkpoint, config, kept, dtype, lambda *_: device, progress)))
 
@@ -27,7 +27,7 @@ def dummy_weights(specs: WeightSpecs, dtype: torch.dtype, device: torch.device, 
 
 
 def integers(w: Weight) -> GroupedInt | None:
-    """Return the integers in groups that a linear is kept as, in whatever panels; None: it is not."""
+    """Return the grouped-integer format of a linear, in panels or not; None if it has another format."""
     form = w.format if isinstance(w, Linear) else None
     form = form.base if isinstance(form, GroupedPanels) else form
     return form if isinstance(form, GroupedInt) else None

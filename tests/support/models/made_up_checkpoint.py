@@ -1,4 +1,4 @@
-"""Checkpoints of any weight format with random tensors, as the format's own list of them says; nothing is written."""
+"""Checkpoints with random tensors in any weight format, as the format itself lists them; nothing is written to disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def made_up(name: str, quantization: dict[str, Any] | None = None) -> StateDict:
-    """A model of MODELS whose checkpoint is quantised so."""
+    """Return the checkpoint of a model of MODELS with this quantisation config."""
     hf = {**MODELS[name], **({} if quantization is None else {"quantization_config": quantization})}
     arch = architecture(hf)
     generator, rng = torch.Generator().manual_seed(0), random.Random(0)
@@ -40,7 +40,7 @@ def made_up(name: str, quantization: dict[str, Any] | None = None) -> StateDict:
                 for expert in range(spec.experts or 1):
                     for template, rows in zip(source.names, source.rows, strict=True):
                         made = spec.format.readable(template.format(expert=expert), rows, spec.shape[-1])
-                        plain = template.format(expert=expert)  # that a file has where it is not quantised
+                        plain = template.format(expert=expert)  # the tensor of a file in which it is not quantised
                         fields += [_stored(field, 0, source.transposed) for field in made
                                    if field.name != plain or field.name == made[0].name]
             for field in fields:

@@ -1,4 +1,4 @@
-"""A model over pages of KV, driven step by step without an engine."""
+"""A model with a paged KV pool, driven step by step without an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class StateDict:
-    """A checkpoint whose file is a dictionary."""
+    """A checkpoint backed by a dictionary."""
 
     path = Path("memory")
 
@@ -65,7 +65,7 @@ class StateDict:
 
 
 class PagedModel:
-    """A model with its pool; sequences grow by chunks, blocks lie anywhere, those behind a window are given up."""
+    """A model with its pool. Sequences grow by chunks, blocks are in random order, those before a window are freed."""
 
     def __init__(self, checkpoint: Checkpoint, block_size: int = 8, num_blocks: int = 256, shard: Shard | None = None,
                  ranks: Ranks = ONE_RANK) -> None:
@@ -78,7 +78,7 @@ class PagedModel:
         self.block_size = block_size
         groups = self.model.groups
         shape = (num_blocks, len(groups[0].layers), 2, config.num_kv_heads, block_size * config.head_dim)
-        # What an earlier request left behind must not show.
+        # Data left by earlier requests must not affect results.
         self.kv = KVViews(torch.full(shape, 50.0), groups)
         self.free = list(range(1, num_blocks))
         random.Random(0).shuffle(self.free)
@@ -86,7 +86,7 @@ class PagedModel:
         self.tables: dict[tuple[str, int], list[int]] = {}
 
     def step(self, chunks: Mapping[str, list[int]]) -> dict[str, Tensor]:
-        """Logits [len(chunk), vocab] of each sequence's new tokens."""
+        """Return the logits [len(chunk), vocab] of each sequence's new tokens."""
         starts = {name: self.lengths.get(name, 0) for name in chunks}
         ends = {name: starts[name] + len(chunk) for name, chunk in chunks.items()}
         self.lengths.update(ends)
@@ -130,7 +130,7 @@ class PagedModel:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Models this small only lose by sharing their work."""
+    """Compute with one thread: models this small only become slower with more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -138,6 +138,6 @@ def one_thread() -> Iterator[None]:
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert expected.std() > 0.5  # a flat answer would match anything
+    assert expected.std() > 0.5  # almost constant logits would match anything
     assert found.shape == expected.shape
     assert (found - expected).abs().max().item() < TOLERANCE

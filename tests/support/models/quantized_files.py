@@ -1,6 +1,6 @@
-"""Small models whose linears are rounded to integers, and their tensors as AWQ and GPTQ files hold them.
+"""Small models whose linears are rounded to integers, and their tensors as AWQ and GPTQ files store them.
 
-Packed one code at a time, as the formats' definitions read.
+Codes are packed one at a time, following the formats' definitions.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from support.models.hf_reference import config_dict, tiny_model
 from support.models.paged_model import PagedModel
 
 SPLIT = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
-Write = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]  # module, weight -> tensors, what they say it is
+Write = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]  # module, weight -> tensors, what they represent
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A matrix [N, K] in codes."""
+    """A matrix [N, K] as codes."""
 
     codes: Tensor  # int64 [N, K]
     zeros: Tensor  # int64 [N, groups]
@@ -36,7 +36,7 @@ class Rounded:
 
 def rounded(weight: Tensor, bits: int = 4, group: int = 32, symmetric: bool = False, order: Tensor | None = None,
             dtype: torch.dtype = torch.float16) -> Rounded:
-    """Round to nearest. `order`: columns in the order in which groups take them; `group` 0: one for all."""
+    """Round to nearest. `order`: the order in which columns are assigned to groups; `group` 0: one group for all."""
     rows, columns = weight.shape
     group = group or columns
     order = torch.arange(columns) if order is None else order
@@ -89,8 +89,8 @@ def gptq_tensors(module: str, matrix: Rounded, bits: int, less_one: bool) -> dic
 def quantized_model(name: str, write: Write, quantization: dict[str, Any], seed: int = 4,
                     wanted: Callable[[str], bool] = lambda module: True
                     ) -> tuple[PreTrainedModel, dict[str, Any], dict[str, Tensor]]:
-    """A model whose linears hold what their tensors say, its config.json, and its tensors as files hold them.
-    `wanted`: which modules are quantised, of the projections of all layers and the head."""
+    """Return a model whose linears have the values of their quantised tensors, its config.json, and its tensors as in a
+    file. `wanted`: whether a module is quantised, for the projections of all layers and the head."""
     model, _ = tiny_model(name, seed)
     tensors: dict[str, Tensor] = {}
 
@@ -118,7 +118,7 @@ def quantized_model(name: str, write: Write, quantization: dict[str, Any], seed:
 
 
 def greedy_tokens(model: PagedModel, prompt: list[int], count: int) -> list[int]:
-    """The tokens that the model adds to the prompt."""
+    """Return the tokens that greedy decoding adds to the prompt."""
     tokens, chunk = [], prompt
     for _ in range(count):
         tokens.append(int(model.step({"greedy": chunk})["greedy"][-1].argmax()))

@@ -1,5 +1,5 @@
-"""A random Llama so small that it runs anywhere, with a tokenizer of bytes and a chat template: a folder to be loaded,
-and the same model in transformers."""
+"""A random Llama small enough for any machine, with a byte tokenizer and a chat template: as a folder to load, and as a
+model of transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ eos_token }}
 
 def write_text_model(folder: Path, seed: int = 0, spread: float = 0.15, layers: int = 2,
                      hidden: tuple[int, int] = (64, 96)) -> PreTrainedModel:
-    """Write a model. `spread`: standard deviation of the weights; `hidden`: sizes of hidden states, also of MLPs."""
+    """Write a model. `spread`: standard deviation of the weights; `hidden`: sizes of hidden states and of MLPs."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(

@@ -1,10 +1,10 @@
-"""Configurations of models so small that they run anywhere, with random weights."""
+"""Configurations of models small enough for any machine, with random weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Two layers, of which one sees all positions and the other a window of nine.
+# Two layers: one with full attention and one with a window of nine.
 WINDOWED: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,

@@ -1,4 +1,4 @@
-"""A tokenizer that needs no file: one id a word, and what it may draw from."""
+"""A tokenizer that needs no file: one id per word, and a vocabulary to draw ids from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SPECIAL = frozenset({BEGIN, USER})
 
 
 class WordTokenizer:
-    """Words are numbered as they come; every text begins with a token of its own, as Llama's do."""
+    """Numbers words in the order of their first use; every text begins with a special token, as Llama's do."""
 
     def __init__(self) -> None:
         self.vocabulary = Vocabulary(5000, SPECIAL)

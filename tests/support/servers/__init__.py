@@ -1,1 +1,1 @@
-"""Servers and clients in processes of their own, real ones and stand-ins."""
+"""Servers and clients in separate processes: real ones and substitutes."""

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its debugging pipe: nothing but the browser is needed."""
+"""A headless Chromium, driven over its debugging pipe: only the browser needs to be installed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_chromium() -> str | None:
 
 
 class Chromium:
-    """One tab. What the page logs, and every address it asks for, is kept."""
+    """One browser tab. Its log messages and every address that it requests are recorded."""
 
     def __init__(self, program: str, profile: Path) -> None:
         self.problems: list[str] = []  # uncaught errors, console errors, failed loads
@@ -37,7 +37,7 @@ class Chromium:
         self._session: str | None = None
         commands, self._commands = os.pipe()
         self._events, events = os.pipe()
-        # Out of the way of 3 and 4, where the browser expects its ends of the pipes.
+        # Numbers above 3 and 4, where the browser expects its ends of the pipes.
         inside = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (commands, events)]
         self._process = os.posix_spawn(
             program, [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"], os.environ, setsid=True,
@@ -52,7 +52,7 @@ class Chromium:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
-    # Doing
+    # Actions
 
     def open(self, address: str, width: int = 1400, height: int = 900, dark: bool = False) -> None:
         self.resize(width, height)
@@ -71,7 +71,7 @@ class Chromium:
         return reply["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 15) -> Any:
-        """The value of the expression once it is true; a DOM node counts, but has no value here."""
+        """Wait until an expression is true and return its value; a DOM node counts as true, but is not returned."""
         deadline = time.monotonic() + seconds
         while (value := self.evaluate(expression)) in (None, False, 0, ""):
             if time.monotonic() > deadline:
@@ -118,7 +118,7 @@ class Chromium:
                  trace: TracebackType | None) -> None:
         self.close()
 
-    # The pipe: JSON messages, each ended by a zero byte
+    # The pipe: JSON messages, each terminated by a zero byte
 
     def call(self, method: str, seconds: float = 30, **params: Any) -> dict[str, Any]:
         self._last_id += 1

@@ -1,4 +1,4 @@
-"""Runs a client from the environment that install.py made for it."""
+"""Clients run in the environments that install.py creates."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFL
 
 def run_client(name: str, arguments: list[str], folder: Path, environment: dict[str, str] | None = None,
                seconds: float = 300) -> str:
-    """Its output. Skips where it is not installed; fails, with what it said, where it fails."""
+    """Run a client and return its output; skip the test if it is not installed, fail with its output if it fails."""
     if not installed(name):
         pytest.skip(f"{name} is not installed; `python tests/clients/install.py {name}` does it")
-    # Nothing of the environment the tests run in may shine through.
+    # The environment of the tests must not influence the client's.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     own = {"HF_HOME": str(folder / "huggingface"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([str(command(name)), *arguments], cwd=folder, env=inherited | own | (environment or {}),

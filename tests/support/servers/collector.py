@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry traces: takes OTLP over HTTP and keeps the spans."""
+"""A collector of OpenTelemetry traces: receives OTLP over HTTP and keeps the spans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Span:
-    """A span as it came over the wire; times in seconds since 1970."""
+    """A span as received; times in seconds since 1970."""
 
     name: str
     trace: str
@@ -25,7 +25,7 @@ class Span:
 
 
 class Collector:
-    """A server on a free port, in a thread; `with` starts and ends it."""
+    """A server on a free port, in a thread; a context manager that starts and stops it."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

@@ -1,4 +1,4 @@
-"""As much of the module `ray` as the package uses, in the test's own event loop: actors are objects here."""
+"""The part of the module `ray` that the package uses, in the test's own event loop: actors are local objects."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class RayError(Exception):
 
 
 class FakeRay:
-    """A cluster with `cpus` free; an actor that asks for more waits for ever."""
+    """A cluster with `cpus` free CPUs; an actor that needs more waits indefinitely."""
 
     def __init__(self, cpus: float = 2.0) -> None:
         self.cpus = cpus
-        self.address = "10.0.0.7"  # of the machine that asks
-        self.placed: list[dict[str, Any]] = []  # options of every actor
-        self.actors: list[FakeHandle] = []  # those that live
+        self.address = "10.0.0.7"  # address of the calling machine
+        self.placed: list[dict[str, Any]] = []  # options of every actor ever created
+        self.actors: list[FakeHandle] = []  # live actors
         self.exceptions = SimpleNamespace(RayError=RayError)
         self.util = SimpleNamespace(get_node_ip_address=lambda: self.address)
 
-        self.refuses = 0  # times that a connection is refused
+        self.refuses = 0  # number of connections still to be refused
 
     def init(self, **options: Any) -> None:
         self.refuses -= 1
@@ -38,7 +38,7 @@ class FakeRay:
         return {"CPU": self.cpus}
 
     def kill(self, handle: FakeHandle) -> None:
-        """End an actor as SIGKILL does: whoever waits for it learns that."""
+        """Kill an actor as SIGKILL does: everything that waits for it fails."""
         handle.lost.set()
         if handle in self.actors:
             self.actors.remove(handle)

@@ -1,4 +1,4 @@
-"""An OpenAI server within the test's own event loop, that fails as it is told; and a router before several of them."""
+"""An OpenAI server in the test's own event loop that fails on command; and a router for several of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CHUNKS = 5
 
 
 class FakeReplica:
-    """`how` says what becomes of the next requests: ok, silent, refuse (503), busy (429), drop (no answer), drop-head
-    (the head and nothing more), drop-middle (after two chunks), hang-middle (nothing more after two chunks; health
-    checks have no answer either)."""
+    """`how` sets the treatment of the next requests: ok, silent, refuse (503), busy (429), drop (no answer), drop-head
+    (only the head), drop-middle (connection closed after two chunks), hang-middle (nothing after two chunks, and no
+    answer to health checks either)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -30,7 +30,7 @@ class FakeReplica:
         self.healthy = True
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
-        self.open = 0  # requests without an end
+        self.open = 0  # requests in progress
         self.port = 0
         self.hung = False
         self._release = asyncio.Event()
@@ -42,7 +42,7 @@ class FakeReplica:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """End as a killed process does: nobody listens, and every connection is reset."""
+        """Stop as a killed process does: the port is closed and every connection is reset."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -50,7 +50,7 @@ class FakeReplica:
             writer.transport.abort()
 
     def release(self) -> None:
-        """Let silent requests go on."""
+        """Let silent requests continue."""
         self._release.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -132,7 +132,7 @@ def _whole(writer: asyncio.StreamWriter, status: int, value: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def routed(count: int, **changes: Any) -> AsyncIterator[tuple[httpx.AsyncClient, list[FakeReplica], Router]]:
-    """A client of a router before this many replicas, all ready."""
+    """Yield a client of a router with `count` replicas, all ready; the replicas; and the router."""
     replicas = [FakeReplica(f"fake-{place}") for place in range(count)]
     for replica in replicas:
         await replica.start()

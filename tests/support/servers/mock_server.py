@@ -1,20 +1,20 @@
-"""An OpenAI server without a model, in a process of its own: tokens come at known times, and it logs when they left.
+"""An OpenAI server without a model, in its own process: it sends tokens at known times and logs when it sent them.
 
-A request's `mock` field (or the command line, for all) says how it behaves:
+A request's `mock` field (or the command line, for all requests) sets its behaviour:
 
     ttft, itl       seconds to the first token, and between two chunks
-    per_chunk       tokens of a chunk
-    usage           "own" chunk, with the "last" one, in "each", or "none"
+    per_chunk       number of tokens in a chunk
+    usage           in its "own" chunk, with the "last" one, in "each", or "none"
     shape           "plain"; "empty": an empty chunk before each; "silent": tokens without text; "crlf"; "cut": bytes
-                    split in the middle of an event; "held": text that comes after the last token
-    fail_at, drop_at  an error event, or a broken connection, in place of this chunk
-    status          an HTTP error
+                    split in the middle of an event; "held": text that arrives after the last token
+    fail_at, drop_at  index of the chunk replaced by an error event, or by a broken connection
+    status          status of an HTTP error
     done            false: no [DONE]
     id              name of the request in the log
 
 `slots` requests are served at once, the others wait; `noise` is the deviation of a request's speed; `speed` (or POST
-/speed {"factor": x} later) is a factor on all times: 1.05 is 5% slower. GET /log gives
-(id, read, written times) of each request by the machine's monotonic clock, the same as `time.perf_counter` anywhere.
+/speed {"factor": x} later) multiplies all times: 1.05 is 5% slower. GET /log returns
+(id, read, written times) of each request by the machine's monotonic clock, that of `time.perf_counter` in any process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {"ttft": 0.02, "itl": 0.005, "per_chunk": 1, "usage":
 
 
 class MockServer:
-    """Started on a free port, gone when the block ends."""
+    """A mock server on a free port; it is stopped when the block is left."""
 
     def __init__(self, **settings: Any) -> None:
         self._arguments = [f"--{name}={value}" for name, value in settings.items()]
@@ -108,7 +108,7 @@ class _Server:
         return (200, "application/json", json.dumps(pages[path])) if path in pages else (404, "text/plain", "no page")
 
     async def _generate(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        """Whether the connection stays open."""
+        """Answer a request; return whether the connection stays open."""
         read = time.perf_counter()
         how = self._defaults | body.get("mock", {})
         prompt = body.get("prompt", body.get("messages"))
@@ -161,7 +161,7 @@ _ROWS: dict[Any, list[str]] = {}
 
 
 class _Answer:
-    """The events of one stream."""
+    """The events of one streamed answer."""
 
     def __init__(self, path: str, body: dict[str, Any], how: dict[str, Any], prompt_tokens: int) -> None:
         self._chat = "chat" in path
@@ -179,7 +179,7 @@ class _Answer:
 
     def chunks(self) -> Iterator[list[str]]:
         per, shape = self._how["per_chunk"], self._how["shape"]
-        # All answers are alike, so that one that was written before costs nothing: the server must not be late.
+        # All answers are alike, so rows can be cached: the server must not send late.
         for first in range(0, self._count, per):
             yield self._row(first, min(first + per, self._count))
         if shape == "held":

@@ -1,4 +1,4 @@
-"""A real `spill serve` in a process of its own, for tests."""
+"""A real `spill serve` in its own process, for tests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pathlib import Path
 import httpx
 import openai
 
-START_SECONDS = 240.0  # loading the default model takes 40 s alone on a slow machine, and several servers start at once
+START_SECONDS = 240.0  # loading the default model alone takes 40 s on a slow machine; several servers start at once
 SPILL = [sys.executable, "-c", "from spillover.cli.main import main; main()"]
 
 
 @dataclass
 class Server:
-    """A running server and what it has written."""
+    """A running server and the file with its output."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -37,13 +37,13 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=60)
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics by its name with labels."""
+        """Return the samples of /metrics, by name with labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
                 for line in text.splitlines() if line and not line.startswith("#")}
 
     def metrics_total(self, name: str) -> float:
-        """A metric by its name without prefix, summed over its labels."""
+        """Return a metric, named without prefix, summed over its labels."""
         return sum(value for key, value in self.metrics().items() if key.startswith(f"spillover:{name}{{"))
 
     def log(self) -> str:
@@ -52,7 +52,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(*arguments: str, key: str | None = None) -> Iterator[Server]:
-    """`spill serve ARGUMENTS` on a free port, until it is healthy; stopped by SIGTERM at the end."""
+    """Run `spill serve ARGUMENTS` on a free port; yield it when healthy and stop it with SIGTERM at the end."""
     with tempfile.NamedTemporaryFile(suffix=".log") as output:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen([*SPILL, "serve", "--port", "0", *arguments], stdout=output, stderr=output,

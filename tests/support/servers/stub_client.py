@@ -1,4 +1,4 @@
-"""Stands for an engine where only what the page and the metrics make of its numbers is looked at."""
+"""A substitute for an engine, for tests that only check how the page and the metrics present its numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spillover.server.engine.protocol import LiveStats, TierUse
 
 
 class StubClient:
-    """Stands for an engine: its numbers are whatever the test says."""
+    """A substitute for an engine whose numbers are set by the test."""
 
     def __init__(self) -> None:
         plan = SimpleNamespace(block_size=16, num_blocks=100, slot_bytes=10, dtype="float32", kv_cache_dtype="auto",

@@ -1,4 +1,4 @@
-"""Environments that hold a stub where vLLM, SGLang or llama.cpp would be, so that adapters run all of their way."""
+"""Environments with a stub in place of vLLM, SGLang or llama.cpp, so that all code of the adapters runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ STUB = Path(__file__).with_name("stub_server.py")
 
 
 def stub_python(folder: Path, module: str = "", program: str = "") -> str:
-    """An interpreter of an environment of its own: with a module of this name that is run as the stub server, and a
-    program beside it that is the stub server too."""
+    """Return the interpreter of a new environment that contains the stub server as a module of this name to run, and as
+    a program."""
     packages, programs = folder / "packages", folder / "bin"
     packages.mkdir(parents=True)
     programs.mkdir()

@@ -1,7 +1,7 @@
-"""A server that does as it is told, to stand in a test for an engine that crashes, hangs or forgets.
+"""A server whose behaviour is set by arguments: in tests it stands in for an engine that crashes, hangs or forgets.
 
 Run as a program: `stub_server.py --port N [--then WHAT] [--child] [--say TEXT] ...`. It answers health, /v1/models,
-/version, /metrics (a counter that grows with each POST to /work) and the pages by which engines empty their caches.
+/version, /metrics (a counter that grows with each POST to /work) and the routes by which engines empty their caches.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ .Values.image.repository }}:{{ default (printf "%s-%s" .Chart.AppVersion $variant) .Values.image.tag }}
 {{- end }}
 
-{{- /* The file given with --config: values.config, and what the chart itself decides. */}}
+{{- /* The file given with --config: values.config, and the flags that the chart sets itself. */}}
 {{- define "spillover.config" -}}
 {{- $name := include "spillover.fullname" . -}}
 {{- $hosts := list (printf "%s.%s" $name .Release.Namespace) (printf "%s.%s.svc" $name .Release.Namespace) (printf "%s.%s.svc.cluster.local" $name .Release.Namespace) -}}

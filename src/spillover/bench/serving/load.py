@@ -229,7 +229,7 @@ class _Generator:
                 ids = await self._tokenize(flight.answer.text)
             if ids_matter and not ids:
                 return "the server does not return the token ids of its answers, which the next prompt needs"
-            said.hear(flight.answer.text, ids)
+            said.add_answer(flight.answer.text, ids)
         return record.error
 
     def _record(self, index: int, request: ServeRequest, answer: Answer, scheduled: float, sent: float,

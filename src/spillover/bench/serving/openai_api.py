@@ -84,7 +84,7 @@ class Conversation:
         self._ids.extend(request.prompt)
         return self._ids
 
-    def hear(self, text: str, token_ids: Sequence[int]) -> None:
+    def add_answer(self, text: str, token_ids: Sequence[int]) -> None:
         """Add the answer, which is part of the next prompt."""
         self._messages.append({"role": "assistant", "content": text})
         self._text += text

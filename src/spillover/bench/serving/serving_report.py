@@ -31,7 +31,7 @@ METRICS = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReportOptions:
     """The options of the command line that a report needs."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
@@ -46,7 +46,7 @@ class Asked:
 class Report:
     """One run with its metrics, for the whole run and for its steady state."""
 
-    def __init__(self, run: Run, asked: Asked) -> None:
+    def __init__(self, run: Run, asked: ReportOptions) -> None:
         ranks = sorted({*asked.ranks, 50.0, 90.0, 95.0, 99.0})
         self.run, self.asked = run, asked
         self.whole = measure(run, asked.goodput, None, ranks)

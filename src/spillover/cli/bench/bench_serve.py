@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from spillover.bench.records import Run
     from spillover.bench.serving.load import Live, LoadOptions
     from spillover.bench.serving.serve_request import ServeRequest
-    from spillover.bench.serving.serving_report import Asked, Report
+    from spillover.bench.serving.serving_report import Report, ReportOptions
     from spillover.bench.workloads.arrivals import Arrivals
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -163,8 +163,8 @@ def _points_table(points: list[Arrivals], reports: list[Report]) -> Table:
     return table
 
 
-def _asked(server: ServerOptions, workload: WorkloadOptions, options: dict[str, Any]) -> Asked:
-    from spillover.bench.serving.serving_report import Asked, parse_goodput
+def _asked(server: ServerOptions, workload: WorkloadOptions, options: dict[str, Any]) -> ReportOptions:
+    from spillover.bench.serving.serving_report import ReportOptions, parse_goodput
 
     metrics = tuple(part.strip() for part in options["percentile_metrics"].split(",") if part.strip())
     unknown = [metric for metric in metrics if metric not in METRICS]
@@ -178,8 +178,8 @@ def _asked(server: ServerOptions, workload: WorkloadOptions, options: dict[str, 
         raise SpilloverError(f"--metric-percentiles takes numbers from 0 to 100, such as 25,50,99; got "
                              f"'{options['metric_percentiles']}'")
     goals = [part for item in options["goodput"] for part in item.replace(",", " ").split()]
-    return Asked(metrics, ranks, parse_goodput(goals) or None, server.backend, options["label"], workload.tokenizer,
-                 pairs(options["metadata"], "--metadata"))
+    return ReportOptions(metrics, ranks, parse_goodput(goals) or None, server.backend, options["label"],
+                         workload.tokenizer, pairs(options["metadata"], "--metadata"))
 
 
 @contextlib.contextmanager

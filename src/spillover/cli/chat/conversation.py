@@ -57,7 +57,7 @@ class Conversation:
         for message in messages:
             try:
                 if message.lstrip().startswith("/"):
-                    if not self._obey(*message.strip().partition(" ")[::2]):
+                    if not self._run_command(*message.strip().partition(" ")[::2]):
                         return
                 elif message.strip():
                     self.ask(message.strip())
@@ -90,7 +90,7 @@ class Conversation:
         if last is not None:
             self._ended(last, time.perf_counter() - start)
 
-    def _obey(self, command: str, rest: str) -> bool:
+    def _run_command(self, command: str, rest: str) -> bool:
         """Run a command; return whether the conversation continues."""
         rest = rest.strip()
         match ALIASES.get(command, command):
@@ -112,9 +112,9 @@ class Conversation:
             case "/set":
                 self._set(*rest.partition(" ")[::2])
             case "/undo":
-                self._notice(f"Forgotten: {self._take_back()}")
+                self._notice(f"Forgotten: {self._pop_last_message()}")
             case "/retry":
-                self.ask(self._take_back())
+                self.ask(self._pop_last_message())
             case "/save":
                 self._save(rest)
             case "/load":
@@ -125,7 +125,7 @@ class Conversation:
                                                                          "; /help lists those there are"))
         return True
 
-    def _take_back(self) -> str:
+    def _pop_last_message(self) -> str:
         """Remove the last message and its answer; return the message."""
         asked = next((place for place in reversed(range(len(self.history)))
                       if self.history[place]["role"] == "user"), None)

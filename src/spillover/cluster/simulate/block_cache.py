@@ -20,7 +20,7 @@ class Listener(Protocol):
     def remove(self, medium: str, keys: Sequence[int]) -> None: ...
 
 
-class Nobody:
+class NullListener:
     def store(self, medium: str, keys: Sequence[int]) -> None:
         """Do nothing."""
 
@@ -41,7 +41,7 @@ class BlockCache:
     def __init__(self, capacity: int, host_capacity: int = 0, listener: Listener | None = None) -> None:
         self.capacity = capacity
         self.host_capacity = host_capacity
-        self._listener = listener or Nobody()
+        self._listener = listener or NullListener()
         self._users: dict[int, int] = {}  # key -> number of requests that hold the block; 0 if evictable
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._host: OrderedDict[int, None] = OrderedDict()

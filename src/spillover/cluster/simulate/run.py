@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from spillover.cluster.fleet import Fleet, Keys, Prompt
 from spillover.cluster.mirror import IndexState, Mirror
 from spillover.cluster.policy import POLICIES
-from spillover.cluster.replica import Flight, Told
+from spillover.cluster.replica import Flight, ReplicaReport
 from spillover.cluster.simulate.arrivals import Arrival
 from spillover.cluster.simulate.batching import ReplicaSettings, SimulatedReplica, SimulatedRequest, SimulatedStep
 from spillover.cluster.simulate.block_cache import BlockCache
@@ -172,7 +172,7 @@ class _Simulation:
         settings = self.settings.replica
         tiers = {CPU: settings.host_block_seconds} if settings.host_blocks else {}
         for replica, server in zip(self.fleet.replicas, self.servers, strict=True):
-            replica.tell(Told(server.cost.token_seconds, tiers, settings.max_num_seqs, settings.num_blocks,
+            replica.update(ReplicaReport(server.cost.token_seconds, tiers, settings.max_num_seqs, settings.num_blocks,
                               server.cache.used))
 
     def _stepped(self, server: SimulatedReplica, step: SimulatedStep, now: float) -> None:

@@ -21,7 +21,7 @@ from spillover.models.eagle3 import PART, EagleHead, HeadWeights
 from spillover.models.layers import Decoder, KVViews, Tap
 
 
-class ReadsFeatures(Protocol):
+class FeatureReader(Protocol):
     """A reader of the hidden states of a runner's steps."""
 
     def taps(self, rows: int) -> tuple[Tensor, list[Tap]]:

@@ -14,7 +14,7 @@ from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.linear import linear
 from spillover.kernels.moe.experts import Experts, ExpertWeights, expert_stacks
-from spillover.kernels.moe.moe import NOT_HERE, OwnExperts, expert_mlp, here, moe, route
+from spillover.kernels.moe.moe import OTHER_RANK, LocalExperts, expert_mlp, here, moe, route
 from spillover.kernels.moe.records import Record
 from spillover.memory.experts import ExpertCache
 from spillover.memory.transfer.link_queue import Priority
@@ -127,13 +127,13 @@ class SlotExperts:
         self._next_router = next_router
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: OwnExperts | None = None) -> Tensor:
+                own: LocalExperts | None = None) -> Tensor:
         ids, shares = route(scores, k, renormalize, limit, own)
         wanted = _different(ids)
         self._prepare(x, wanted, k, own)
         return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, *self._fetch(index, wanted), 0, limit))
 
-    def _prepare(self, x: Tensor, wanted: list[int], k: int, own: OwnExperts | None) -> None:
+    def _prepare(self, x: Tensor, wanted: list[int], k: int, own: LocalExperts | None) -> None:
         """Report this layer's experts to the policy, and prefetch the next layer's experts that it predicts."""
         cache, layer = self._slots.cache, self._layer
         step = self._slots.next_step() if layer == 0 else self._slots.step
@@ -175,7 +175,7 @@ class InPlaceExperts:
         self.computed = 0  # number of experts computed, over all steps
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: OwnExperts | None = None) -> Tensor:
+                own: LocalExperts | None = None) -> Tensor:
         def expert(index: int, rows: Tensor) -> Tensor:
             self.computed += 1
             return expert_mlp(rows, *_stacks_of_one(self._record, self._source(index)), 0, limit)
@@ -185,7 +185,7 @@ class InPlaceExperts:
 
 def _different(ids: Tensor) -> list[int]:
     """Return the distinct experts among ids, without those of other ranks."""
-    return [expert for expert in torch.unique(ids).tolist() if expert != NOT_HERE]
+    return [expert for expert in torch.unique(ids).tolist() if expert != OTHER_RANK]
 
 
 def _stacks_of_one(record: Record, run: Tensor) -> tuple[Experts, Experts]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from spillover.engine.batch.draft_head import DraftHead, ReadsFeatures
+from spillover.engine.batch.draft_head import DraftHead, FeatureReader
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.batch.sampler import GREEDY, SampledLogprobs, SamplingBatch, sample
@@ -101,7 +101,7 @@ class CpuRunner:
         self.transfers = transfers
         self.drafting: CpuRunner | None = None  # runner of the model that drafts, made of substitutes
         self.head: DraftHead | None = None  # head that drafts from this model's hidden states
-        self.reads: ReadsFeatures | None = None  # reader of the hidden states: the head, or the training of a head
+        self.feature_reader: FeatureReader | None = None  # reads hidden states: the head, or the training of a head
         self.table = limits.request_table(len(model.groups), block_size, torch.device("cpu"))
         self._block_tables: npt.NDArray[np.int32] = self.table.block_tables.numpy()  # [groups, slots, width]
         self._block_size = block_size
@@ -113,7 +113,7 @@ class CpuRunner:
                                             else ThreadPoolExecutor(1, "spillover-step"))
         self._num_launched = 0
         self._num_executed = 0
-        self._untold: Callable[[], None] | None = None  # sets the last executed step's outcome; None if that is done
+        self._unset_outcome: Callable[[], None] | None = None  # sets the last executed step's outcome; None: done
 
     def launch(self, step: Step) -> LaunchedStep:
         work, outcome = self.lay_out(step), Future[_Outcome]()
@@ -122,7 +122,7 @@ class CpuRunner:
         return LaunchedStep(step, work, outcome, self)
 
     def add_head(self, head: DraftHead) -> None:
-        self.head = self.reads = head
+        self.head = self.feature_reader = head
         self.table.tracks_rows = True
 
     def draft(self, items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
@@ -225,14 +225,14 @@ class CpuRunner:
             told = partial(outcome.set_result, self._execute(work))
         except BaseException as error:
             told = partial(outcome.set_exception, error)
-        self._tell()  # sets the previous step's outcome, if this step failed before its layers ran
-        self._untold = told
+        self._set_outcome()  # sets the previous step's outcome, if this step failed before its layers ran
+        self._unset_outcome = told
         self._num_executed += 1
         if self._num_executed >= self._num_launched:
-            self._tell()
+            self._set_outcome()
 
-    def _tell(self) -> None:
-        told, self._untold = self._untold, None
+    def _set_outcome(self) -> None:
+        told, self._unset_outcome = self._unset_outcome, None
         if told is not None:
             told()
 
@@ -261,12 +261,12 @@ class CpuRunner:
         return _Outcome(drawn, logprobs, prompt)
 
     def _forward(self, work: _Work) -> torch.Tensor:
-        reads, step = self.reads, work.step
-        if reads is None:
-            return self.model.forward_stacked(step, self.weights, self.kv, self._stack, self._tell)
-        features, taps = reads.taps(len(step.token_ids))
-        hidden = self.model.forward_stacked(step, self.weights, self.kv, self._stack, self._tell, taps)
-        reads.observe(step.token_ids, features, step.attention[0], torch.from_numpy(work.arrays.slots),
+        reader, step = self.feature_reader, work.step
+        if reader is None:
+            return self.model.forward_stacked(step, self.weights, self.kv, self._stack, self._set_outcome)
+        features, taps = reader.taps(len(step.token_ids))
+        hidden = self.model.forward_stacked(step, self.weights, self.kv, self._stack, self._set_outcome, taps)
+        reader.observe(step.token_ids, features, step.attention[0], torch.from_numpy(work.arrays.slots),
                       torch.from_numpy(work.arrays.follows))
         return hidden
 

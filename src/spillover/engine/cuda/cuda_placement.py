@@ -24,7 +24,7 @@ from spillover.engine.weights.expert_cache import chosen_policy, filled_cache
 from spillover.engine.weights.placed import Parts, PlacedParts, PlacedWeights
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.host_experts import ExpertLayout, HostExperts
-from spillover.kernels.moe.moe import OwnExperts
+from spillover.kernels.moe.moe import LocalExperts
 from spillover.kernels.moe.page_table import PageTable
 from spillover.kernels.moe.records import Record
 from spillover.memory.shared_pool.weights import SharedWeights
@@ -51,7 +51,7 @@ class CudaLayerExperts:
     layer: int
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: OwnExperts | None = None) -> Tensor:
+                own: LocalExperts | None = None) -> Tensor:
         assert own is None, "ranks that deal out experts have all of their own on the device: rank_plan.check_experts"
         return self.experts.mixture(self.layer, x, scores, k, renormalize, limit)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spillover.engine.batch.draft_head import DraftHead, ReadsFeatures
+from spillover.engine.batch.draft_head import DraftHead, FeatureReader
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.batch.sampler import GREEDY, SampledLogprobs, SamplingBatch, sample
@@ -120,7 +120,7 @@ class CudaRunner:
         self.table = limits.request_table(groups, block_size, device)
         self.drafting: CudaRunner | None = None  # the draft model's runner, which sleeps together with this one
         self.head: DraftHead | None = None  # an EAGLE-3 head that drafts from this model's hidden states
-        self.reads: ReadsFeatures | None = None  # reader of the hidden states: the head, or the training of a head
+        self.feature_reader: FeatureReader | None = None  # reads hidden states: the head, or the training of a head
         self._passes: DraftPasses | None = None  # the drafting passes of the head
         self._asleep: SleepingKV | None = None
         self._block_size = block_size
@@ -159,7 +159,7 @@ class CudaRunner:
             return self._launch(step)
 
     def add_head(self, head: DraftHead) -> None:
-        self.head = self.reads = head
+        self.head = self.feature_reader = head
         self.table.tracks_rows = True
         self._passes = DraftPasses(head, self.table, self._limits, self._block_size, self._kv_dtype, self._draws)
         if self._device.type == "cuda":
@@ -309,12 +309,12 @@ class CudaRunner:
         model_step = self._model_step(offsets, token_ids)
         if item is not None and item.host_blocks:
             model_step = self._cold_step(model_step, item)
-        reads = self.reads
-        if reads is None:
+        reader = self.feature_reader
+        if reader is None:
             return self.model.forward(model_step, self.weights, self.kv)
-        features, taps = reads.taps(len(token_ids))
+        features, taps = reader.taps(len(token_ids))
         hidden = self.model.forward(model_step, self.weights, self.kv, taps)
-        reads.observe(token_ids, features, model_step.attention[0], self._inputs.array(offsets, "slots"),
+        reader.observe(token_ids, features, model_step.attention[0], self._inputs.array(offsets, "slots"),
                       self._inputs.array(offsets, "follows"))
         return hidden
 

@@ -159,7 +159,7 @@ def start_events(config: KVEventsConfig | None, kv: KVCache, connector: KVConnec
     if config is None:
         return NoStepEvents()
     log = KVEventLog(kv.tree)
-    connector.tell(log)
+    connector.publish_to(log)
     publisher = EventPublisher(config, log, Journal(kv.block_size, kv.windows, config.buffer_steps))
     kv.tree.listeners.append(log)
     return publisher

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from spillover.engine.parallel.gloo_ranks import MEETING_SECONDS
-from spillover.engine.parallel.report import RanksReport, told_rows
+from spillover.engine.parallel.report import RanksReport, expert_rows
 from spillover.kernels.cuda.peers.exchange import Exchange, buffer_bytes
 from spillover.memory.transfer.cuda_driver import cuda_driver
 from spillover.plan.workspace import RANK_CALL_BYTES
@@ -68,7 +68,7 @@ class CudaRanks:
             raise RuntimeError("a rank did not join a call of the others in time")
 
     def report(self) -> RanksReport:
-        rows = told_rows(self.expert_rows)  # waits for the device
+        rows = expert_rows(self.expert_rows)  # waits for the device
         return RanksReport(self.size, self._exchange.calls, self._exchange.bytes, self._exchange.seconds, rows)
 
 

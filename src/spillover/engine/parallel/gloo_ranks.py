@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed import BroadcastOptions, GatherOptions, ProcessGroupGloo
 
-from spillover.engine.parallel.report import RanksReport, told_rows
+from spillover.engine.parallel.report import RanksReport, expert_rows
 from spillover.models.sharding.ranks import sum_in_order
 
 MEETING_SECONDS = 60.0  # timeout of the meeting of all ranks in seconds, once all have started
@@ -72,7 +72,7 @@ class GlooRanks:
         """Do nothing: failed calls raise by themselves."""
 
     def report(self) -> RanksReport:
-        return RanksReport(self.size, self.calls, self.bytes, self.seconds, told_rows(self.expert_rows))
+        return RanksReport(self.size, self.calls, self.bytes, self.seconds, expert_rows(self.expert_rows))
 
     def _wait(self, work: torch.distributed.Work, nbytes: int) -> None:
         begun = self.waiting_since = time.monotonic()

@@ -147,7 +147,7 @@ class RankProcesses:
             found = wait([*self._open, self._waker], LOOK_SECONDS)
             for rank in found:
                 if isinstance(rank, Connection):
-                    self._hear(rank)
+                    self._receive(rank)
             if not self._closing and self._is_stuck():
                 self._fail(f"a rank hangs: for {HANG_SECONDS:g} s none of them has computed, and rank 0 waits"
                            + "".join(f"; rank {number} is stopped" for number in self._stopped()))
@@ -165,10 +165,10 @@ class RankProcesses:
             self._processes.append(process)
             self._ranks.append(rank)
             self._open.append(rank)
-        with contextlib.suppress(OSError):  # if the process has already exited, _hear will notice
+        with contextlib.suppress(OSError):  # if the process has already exited, _receive will notice
             rank.send_bytes(encode(launch))
 
-    def _hear(self, rank: Connection) -> None:
+    def _receive(self, rank: Connection) -> None:
         number = self._ranks.index(rank) + 1
         try:
             message = decode_from_rank(rank.recv_bytes())

@@ -23,7 +23,7 @@ class RanksReport:
 ONE = RanksReport()
 
 
-def told_rows(expert_rows: Tensor) -> tuple[int, ...]:
+def expert_rows(expert_rows: Tensor) -> tuple[int, ...]:
     """Return the rows routed to each rank's experts; () if none were counted."""
     rows = tuple(expert_rows.tolist())
     return rows if any(rows) else ()

@@ -42,13 +42,13 @@ class Acceptance:
             for name in ("_reached", "_offered", "_right"):
                 setattr(self, name, np.concatenate((getattr(self, name), np.zeros((count, self._positions)))))
             self._free = list(range(2 * count - 1, count - 1, -1))
-        self._take_in()
+        self._apply_pending()
         slot = self._free.pop()
         self._reached[slot] = self._offered[slot] = self._right[slot] = 0
         return slot
 
     def remove(self, slot: int) -> None:
-        self._take_in()
+        self._apply_pending()
         self._free.append(slot)
 
     def note(self, slot: int, confidence: Sequence[float], right: int, cut: bool) -> None:
@@ -56,7 +56,7 @@ class Acceptance:
         tokens than were tried, so nothing is known about the position after them."""
         self._noted.append((slot, confidence, right, cut))
 
-    def _take_in(self) -> None:
+    def _apply_pending(self) -> None:
         """Add the recorded outcomes to the sums, all requests at once; per request only the last outcome counts."""
         if not self._noted:
             return
@@ -79,14 +79,14 @@ class Acceptance:
 
     def survival(self, slots: Sequence[int]) -> Chances:
         """Return the chance [requests, positions] that the next draft, if one is made, is right up to each position."""
-        self._take_in()
+        self._apply_pending()
         mean = _ratios(self._all_right, self._all_reached, self._hope)
         chances = (self._right[slots] + OWN_WEIGHT * mean) / (self._reached[slots] + OWN_WEIGHT)
         return np.cumprod(np.minimum(chances, SURE), axis=1, dtype=np.float64)
 
     def chances(self, slots: Sequence[int], confidence: Sequence[Sequence[float]]) -> Chances:
         """Return the chance [requests, positions] that given drafts are right up to each position, 0 after it"""
-        self._take_in()
+        self._apply_pending()
         mean = _ratios(self._all_right, self._all_offered, self._hope)
         trust = (self._right[slots] + OWN_WEIGHT * mean) / (self._offered[slots] + OWN_WEIGHT)
         sure = _padded(confidence, self._positions)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 KEPT = 7  # measurements kept per size; their median counts, as one may include a graph capture or a wait for a disk
-DOUBTED = 3.0  # factor over the expected maximum above which a first measurement counts as compilation or capture
+OUTLIER_FACTOR = 3.0  # a first measurement this many times over the expected maximum counts as compilation or capture
 NEAR = 1.5  # maximum ratio of two numbers of rows for which the cost of one says something about the other
 ROUNDS = 4  # maximum iterations until the best number of draft rows no longer changes
 
@@ -25,7 +25,7 @@ class StepCosts:
         measured here is extrapolated."""
         self._below = below
         self._measured: dict[int, deque[float]] = {}
-        self._doubted: set[int] = set()  # sizes whose first measurement was discarded
+        self._discarded: set[int] = set()  # sizes whose first measurement was discarded
         self._curve: tuple[Numbers, Numbers] | None = None
 
     def __bool__(self) -> bool:
@@ -33,8 +33,9 @@ class StepCosts:
 
     def note(self, rows: int, seconds: float) -> None:
         size = _size(rows)
-        if size not in self._measured and size not in self._doubted and 0 < DOUBTED * self._most(rows) < seconds:
-            self._doubted.add(size)
+        first = size not in self._measured and size not in self._discarded
+        if first and 0 < OUTLIER_FACTOR * self._most(rows) < seconds:
+            self._discarded.add(size)
             return
         self._measured.setdefault(size, deque(maxlen=KEPT)).append(seconds)
         self._curve = None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spillover.engine.speculation.costs import DOUBTED, Numbers, StepCosts
+from spillover.engine.speculation.costs import OUTLIER_FACTOR, Numbers, StepCosts
 from spillover.engine.step import Phase, Step
 from spillover.engine.weights.traffic import WeightTraffic
 
@@ -115,7 +115,7 @@ class ExpertPrice:
     def _learn_seconds(self, rows: int, fetched: float, seconds: float) -> None:
         """Learn the seconds per expert by comparing a step with others of the same number of rows."""
         mean = self._means.get(rows)
-        if mean is not None and mean[1] > DOUBTED * seconds:  # the mean includes a compilation or graph capture
+        if mean is not None and mean[1] > OUTLIER_FACTOR * seconds:  # the mean includes a compilation or graph capture
             mean = None
         if mean is not None:
             apart, longer = fetched - mean[0], seconds - mean[1]

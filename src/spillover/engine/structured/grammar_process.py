@@ -108,7 +108,7 @@ class TrialServer:
                             return
                         self._take(frames.feed(data))
                     else:
-                        self._hear(key.fd)
+                        self._receive(key.fd)
                 for child in self._children.values():
                     if time.monotonic() > child.deadline:
                         _kill(child.pid)
@@ -134,7 +134,7 @@ class TrialServer:
         self._children[answers] = _Child(trial, pid, short, time.monotonic() + 10 + 20 * seconds)
         self._selector.register(answers, selectors.EVENT_READ)
 
-    def _hear(self, fd: int) -> None:
+    def _receive(self, fd: int) -> None:
         child = self._children[fd]
         data = os.read(fd, 1 << 16)
         if data:

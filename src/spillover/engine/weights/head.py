@@ -62,7 +62,7 @@ class PlannedHead:
         return f"{weights.hex()} {self.config}"
 
 
-def look_at_head(config: EngineConfig, model: ModelConfig) -> PlannedHead | None:
+def inspect_head(config: EngineConfig, model: ModelConfig) -> PlannedHead | None:
     """Find the configured head and check that it fits the model; return None if none is configured."""
     speculation = config.speculation
     if speculation is None or speculation.method != "eagle3" or speculation.model is None:

@@ -21,7 +21,7 @@ from spillover.engine.weights.placed import Parts
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.formats.base import Weight
 from spillover.kernels.moe.experts import Experts, ExpertWeights, expert_stacks
-from spillover.kernels.moe.moe import OwnExperts, expert_mlp, moe, route
+from spillover.kernels.moe.moe import LocalExperts, expert_mlp, moe, route
 from spillover.kernels.moe.page_table import NONE
 from spillover.kernels.moe.paged_moe import begin_passes
 from spillover.kernels.moe.records import Record, tensors_of
@@ -233,7 +233,7 @@ class ManagedExperts:
         self._second = second
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: OwnExperts | None = None) -> Tensor:
+                own: LocalExperts | None = None) -> Tensor:
         assert own is None, "managed weights are refused for several ranks before a model is loaded"
         if x.is_cuda:
             return self.in_one_pass(x, scores, k, renormalize, limit)

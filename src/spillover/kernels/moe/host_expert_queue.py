@@ -33,7 +33,7 @@ PAIR = 4  # int32 values of a pair: token, expert, index of the pair, 0
 
 
 @dataclass(frozen=True)
-class MailLayout:
+class QueueLayout:
     """The offsets of the arrays in bytes from the header: pairs int32 [P, 4], x [T, H] and out [P, H] float32."""
 
     tokens: int  # T, the maximum number of tokens
@@ -61,7 +61,7 @@ class MailLayout:
 class HostExpertQueue:
     """The memory and its arrays. Row i of `out` answers pairs[i]: down(act(gate_up(x[token]))), without its share."""
 
-    layout: MailLayout
+    layout: QueueLayout
     memory: Tensor  # uint8 [nbytes], pinned if the device is a GPU
     header: Tensor  # int32 [HEADER]
     pairs: Tensor  # int32 [P, 4]: token, expert, index of the pair, 0
@@ -71,7 +71,7 @@ class HostExpertQueue:
 
     @staticmethod
     def make(tokens: int, pairs: int, hidden: int, device: torch.device) -> HostExpertQueue:
-        layout = MailLayout(tokens, pairs, hidden)
+        layout = QueueLayout(tokens, pairs, hidden)
         # For some sizes the allocator of pinned memory guarantees less than ALIGNMENT, so the start is aligned here.
         room = torch.zeros(layout.nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=device.type == "cuda")
         start = -room.data_ptr() % ALIGNMENT

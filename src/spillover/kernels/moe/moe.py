@@ -18,11 +18,11 @@ from spillover.kernels.activation import (
 from spillover.kernels.linear import linear, linear_reference
 from spillover.kernels.moe.experts import Experts
 
-NOT_HERE = -1  # id of an expert that another rank computes
+OTHER_RANK = -1  # id of an expert that another rank computes
 
 
 @dataclass(frozen=True)
-class OwnExperts:
+class LocalExperts:
     """The range of experts of one of several ranks, which all have the same number of experts."""
 
     start: int
@@ -37,7 +37,7 @@ class LayerExperts(Protocol):
     """The experts of one layer, in any kind of memory."""
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: OwnExperts | None = None) -> Tensor:
+                own: LocalExperts | None = None) -> Tensor:
         """Return the mixture [T, H] of x [T, H] by the router's scores [T, E], as `mixture` of this module does."""
         ...
 
@@ -50,13 +50,13 @@ class ResidentExperts:
     second: Experts
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: OwnExperts | None = None) -> Tensor:
+                own: LocalExperts | None = None) -> Tensor:
         return mixture(x, scores, self.first, self.second, k, renormalize, limit, own)
 
 
 def mixture(
     x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None = None,
-    own: OwnExperts | None = None,
+    own: LocalExperts | None = None,
 ) -> Tensor:
     """Compute the mixture, x [T, H], scores [T, E] -> [T, H], of the k experts with each token's highest scores.
 
@@ -77,9 +77,9 @@ def mixture(
 
 
 def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
-          own: OwnExperts | None = None) -> tuple[Tensor, Tensor]:
+          own: LocalExperts | None = None) -> tuple[Tensor, Tensor]:
     """Route scores [T, E] -> (ids, shares) [T, k] of the experts of each token, on the CPU. `own`: the experts of this
-    rank, with ids from 0 on, while others are NOT_HERE; None: all.
+    rank, with ids from 0 on, while others are OTHER_RANK; None: all.
 
     Shares are rounded as in the reference implementations of the models: those with a `limit` (gpt-oss) take the
     softmax of the chosen scores, the others choose from the softmax of all.
@@ -96,9 +96,9 @@ def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
     return here(ids, own), shares
 
 
-def here(ids: Tensor, own: OwnExperts | None) -> Tensor:
-    """Return the ids of experts within this rank's range, and NOT_HERE for those of other ranks."""
-    return ids if own is None else torch.where((ids >= own.start) & (ids < own.stop), ids - own.start, NOT_HERE)
+def here(ids: Tensor, own: LocalExperts | None) -> Tensor:
+    """Return the ids of experts within this rank's range, and OTHER_RANK for those of other ranks."""
+    return ids if own is None else torch.where((ids >= own.start) & (ids < own.stop), ids - own.start, OTHER_RANK)
 
 
 def expert_mlp(x: Tensor, first: Experts, second: Experts, index: int, limit: float | None) -> Tensor:
@@ -127,7 +127,7 @@ def expert_mlp_reference(x: Tensor, first: Experts, second: Experts, index: int,
 def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Compute a mixture, x [T, H], topk_ids and topk_weights [T, k] -> sum over k of weight * expert(id, row) [T, H].
 
-    A row's experts are added in ascending id, so its sum does not depend on other rows. Ids that are NOT_HERE are
+    A row's experts are added in ascending id, so its sum does not depend on other rows. Ids that are OTHER_RANK are
     skipped.
     """
     out = torch.zeros_like(x)
@@ -136,13 +136,13 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert: Callable[[int
     if x.shape[0] == 1:  # sorting and gathering would take as long as the experts
         chosen = sorted(zip(topk_ids[0].tolist(), topk_weights[0].to(x.dtype).tolist(), strict=True))
         for expert_id, weight in chosen:
-            if expert_id != NOT_HERE:
+            if expert_id != OTHER_RANK:
                 out.add_(expert(expert_id, x) * weight)
         return out
     ids, order = topk_ids.flatten().sort(stable=True)
     rows = order // topk_ids.shape[1]
     weights = topk_weights.flatten()[order, None].to(x.dtype)
-    start = int((ids == NOT_HERE).sum())  # these come first in the order
+    start = int((ids == OTHER_RANK).sum())  # these come first in the order
     for expert_id, count in enumerate(torch.bincount(ids[start:]).tolist()):
         if count == 0:
             continue

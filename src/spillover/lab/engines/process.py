@@ -69,8 +69,8 @@ class ServerProcess:
             self._failed = True
             raise EngineFailed("no start", f"{self._name} could not be started: {error}") from error
         self._group = self._process.pid
-        _offer_to_the_kernel(self._group)
-        _let_others_go_first(self._group)
+        _prefer_oom_kill(self._group)
+        _lower_priority(self._group)
         try:
             self._watcher = subprocess.Popen(["/bin/sh", "-c", _WATCHER, "sh", str(self._group)],
                                              stdin=subprocess.PIPE, start_new_session=True)
@@ -227,7 +227,7 @@ def is_foreign(program: str) -> bool:
     return os.path.dirname(os.path.abspath(program)) != os.path.dirname(os.path.abspath(sys.executable))
 
 
-def _offer_to_the_kernel(pid: int) -> None:
+def _prefer_oom_kill(pid: int) -> None:
     """Make the kernel kill the engine under test when memory runs out, not any other process.
 
     Child processes inherit it. If it cannot be set, the kernel's default choice applies."""
@@ -235,7 +235,7 @@ def _offer_to_the_kernel(pid: int) -> None:
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
 
 
-def _let_others_go_first(pid: int) -> None:
+def _lower_priority(pid: int) -> None:
     """Give the client that sends requests and takes times priority over the engine where they share cores: a client
     that waits for a core would measure its own waiting. Child processes inherit it; it is the same for every engine."""
     with contextlib.suppress(OSError):

@@ -93,7 +93,7 @@ def faults(report: Report) -> list[ShownFault]:
                 f"{cell.arm} on {cell.workload}")
     again: dict[str, list[str]] = {}
     for visit in report.visits:
-        for fault in visit.spoilt:
+        for fault in visit.disturbed:
             again.setdefault(fault.gate, []).append(f"{visit.arm} on {visit.workload}")
     for gate, where in again.items():
         found[gate, f"{_runs(len(where))} spoilt by a busy moment of the machine, and run again", False] = where

@@ -143,7 +143,7 @@ class BlockPool:
                         states[block] = EVICTABLE
                         idle += 1
                     elif state is not IN_FLIGHT:
-                        self._settle(block)
+                        self._resolve_state(block)
         finally:
             self._count(READY, EVICTABLE, idle)
 
@@ -161,7 +161,7 @@ class BlockPool:
                 self._illegal("uncache", block, READY, EVICTABLE, IN_FLIGHT)
             self._cached[block] = 0
             if self._state[block] is EVICTABLE:
-                self._settle(block)
+                self._resolve_state(block)
 
     def evict(self, blocks: Iterable[int]) -> None:
         """Evict blocks: EVICTABLE -> FREE."""
@@ -197,7 +197,7 @@ class BlockPool:
         for block in blocks:
             if self._state[block] is not IN_FLIGHT:
                 self._illegal("end_copy", block, IN_FLIGHT)
-            self._settle(block)
+            self._resolve_state(block)
 
     def check(self) -> None:
         """Assert that recounted states agree with all counters and invariants."""
@@ -223,7 +223,7 @@ class BlockPool:
                 assert refs >= 0, where
             assert block not in self._loading or state is IN_FLIGHT, where
 
-    def _settle(self, block: int) -> None:
+    def _resolve_state(self, block: int) -> None:
         incomplete = block in self._loading
         if incomplete:
             self._loading.remove(block)

@@ -25,8 +25,8 @@ NO_BLOCK_EVENTS = NoBlockEvents()
 
 
 @runtime_checkable
-class TellingTier(Protocol):
+class EventSourceTier(Protocol):
     """A tier that always knows what it holds. A remote store does not: its server drops blocks without notice."""
 
-    def tell(self, events: BlockEvents) -> None:
+    def publish_to(self, events: BlockEvents) -> None:
         """Report every block that the tier holds now to `events`, and every later change."""

@@ -4,7 +4,7 @@ import logging
 from collections import OrderedDict
 from typing import Protocol
 
-from spillover.memory.policies.own import failure, make_own
+from spillover.memory.policies.custom import failure, make_custom
 
 log = logging.getLogger("spillover.memory")
 
@@ -36,7 +36,7 @@ class SecondUse:
         return known
 
 
-class OwnAdmission:
+class CustomAdmission:
     """A wrapper of a user's policy: a block for which the policy fails is not stored, and the engine continues."""
 
     def __init__(self, policy: AdmissionPolicy, name: str) -> None:
@@ -62,4 +62,4 @@ def admission_policy(name: str) -> AdmissionPolicy:
     if name == "second-use":
         return SecondUse()
     problem = f"--spill-admission takes always, second-use or module:Class; '{name}'"
-    return OwnAdmission(make_own(name, problem, {"admit": "admit(key, tier)"}, "--spill-admission"), name)
+    return CustomAdmission(make_custom(name, problem, {"admit": "admit(key, tier)"}, "--spill-admission"), name)

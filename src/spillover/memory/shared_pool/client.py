@@ -191,14 +191,14 @@ class Connections:
                 if keep:
                     self._idle.append(connection)
             if not keep:
-                self._let_go(connection)
+                self._release_connection(connection)
 
     def drop_idle(self) -> None:
         """Close idle connections, which unmaps the memory of an owner that has ended."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
-            self._let_go(connection)
+            self._release_connection(connection)
 
     def close(self) -> None:
         """Close all connections; one in use is closed when its thread has finished with it."""
@@ -225,7 +225,7 @@ class Connections:
         connection.memory = memory
         return connection
 
-    def _let_go(self, connection: Connection) -> None:
+    def _release_connection(self, connection: Connection) -> None:
         """Close a connection, and unmap its memory with the last connection to it."""
         connection.close()
         memory, connection.memory = connection.memory, None

@@ -239,7 +239,7 @@ class SharedPoolTier(ServedTier):
         while self._written:
             self._blocks_written += self._written.popleft()
 
-    def _let_go(self) -> None:
+    def _release_idle(self) -> None:
         """Close idle connections, so that the memory of an owner that died is unmapped at once."""
         self._connections.drop_idle()
 

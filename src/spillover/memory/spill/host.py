@@ -196,7 +196,7 @@ class HostCache:
         """Return the number of slots available now without losing a block: free ones, and unpinned safe entries."""
         return self.slots.free + self._idle
 
-    def tell(self, events: BlockEvents) -> None:
+    def publish_to(self, events: BlockEvents) -> None:
         """Report every block that host memory has now to `events`, and every later change."""
         self.events = events
         for entry in self._entries.values():

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from spillover.memory.kv.events import BlockEvents, TellingTier
+from spillover.memory.kv.events import BlockEvents, EventSourceTier
 from spillover.memory.policies.admission import AdmissionPolicy, Always
 from spillover.memory.spill.below import Below
 from spillover.memory.spill.copies import LinkCopies
@@ -261,13 +261,13 @@ class SpillStore:
         if self.copies.close(deadline) and self.direct.ended:
             self.link.close()
 
-    def tell(self, events: BlockEvents) -> None:
+    def publish_to(self, events: BlockEvents) -> None:
         """Report the blocks of host memory and of tiers that know what they hold to `events`, and later changes."""
         if self.keeps:
-            self._host.tell(events)
+            self._host.publish_to(events)
         for tier in self.tiers:
-            if isinstance(tier, TellingTier):
-                tier.tell(events)
+            if isinstance(tier, EventSourceTier):
+                tier.publish_to(events)
 
     def reports(self) -> list[TierReport]:
         host = HostReport(len(self._host), self._host.slots.limit, self.copies.to_host, self.copies.to_device,

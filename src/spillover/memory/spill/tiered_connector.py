@@ -134,13 +134,13 @@ class TieredConnector:
         return self.store.busy
 
     @property
-    def hands_on(self) -> bool:
+    def has_urgent_spills(self) -> bool:
         return self.store.eager and (self._spiller.waiting or self.store.copying)
 
     # Stored blocks
 
-    def tell(self, events: BlockEvents) -> None:
-        self.store.tell(events)
+    def publish_to(self, events: BlockEvents) -> None:
+        self.store.publish_to(events)
 
     def reports(self) -> list[TierReport]:
         return self.store.reports()

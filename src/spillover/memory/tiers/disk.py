@@ -230,9 +230,9 @@ class DiskTier:
             available=self._health.ok and self._usable(self._reading) and self._usable(self._writing),
         )
 
-    def tell(self, events: BlockEvents) -> None:
+    def publish_to(self, events: BlockEvents) -> None:
         """Report every block that the tier holds now to `events`, and every later change."""
-        self._table.tell(events)
+        self._table.publish_to(events)
 
     def close(self, deadline: float) -> None:
         if not self._open:
@@ -252,7 +252,7 @@ class DiskTier:
             self._folder.touch()
         except OSError as error:
             self._health.failed(str(error))
-        self._let_go()
+        self._close_segments()
 
     def max_blocks(self) -> int:
         """Return the number of blocks that fit in the capacity once other caches have been removed."""
@@ -297,10 +297,10 @@ class DiskTier:
             found = recover(self.path, self._folder, self.payload_bytes, self.capacity_bytes, self._seal)
             self._make_folder(description, found)
         except OSError as error:
-            self._let_go()
+            self._close_segments()
             raise self._refused(error.strerror or str(error)) from None
         except SpilloverError:
-            self._let_go()
+            self._close_segments()
             raise
         self._adopt(found)
         return True
@@ -332,7 +332,7 @@ class DiskTier:
             self._table.add(segment, index, backed)
         self.dropped = found.dropped
 
-    def _let_go(self) -> None:
+    def _close_segments(self) -> None:
         for segment in self._segments:
             segment.close()
         if self._lock is not None:

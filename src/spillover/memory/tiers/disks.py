@@ -68,10 +68,10 @@ class Disks:
         for disk in self.disks:
             disk.clear()
 
-    def tell(self, events: BlockEvents) -> None:
+    def publish_to(self, events: BlockEvents) -> None:
         """Report every block that lookups find, and changes; a disk may still have keys now assigned to another."""
         for index, disk in enumerate(self.disks):
-            disk.tell(_OwnKeys(events, self, index))
+            disk.publish_to(_OwnKeys(events, self, index))
 
     def stats(self) -> TierStats:
         """Return sums over the disks; the tier is available if any disk is."""

@@ -137,7 +137,7 @@ class ServedTier:
     def _disconnect(self) -> None:
         """Close all connections; one in use may stay open until its request ends."""
 
-    def _let_go(self) -> None:
+    def _release_idle(self) -> None:
         """Release resources kept for a server that may be down; called by workers too."""
 
     def _cut_off(self) -> None:
@@ -238,7 +238,7 @@ class ServedTier:
         try:
             self._probes.append(self._probe())
         except Exception as error:
-            self._let_go()  # at once: the next poll() may be much later
+            self._release_idle()  # at once: the next poll() may be much later
             self._probes.append(error)
 
     def _take_probe(self, answer: Any) -> None:
@@ -251,6 +251,6 @@ class ServedTier:
 
     def _fail(self, error: str) -> None:
         self._health.failed(error)
-        self._let_go()
+        self._release_idle()
         self._down = True
         self._down_until = time.monotonic() + self._retry_seconds

@@ -46,7 +46,7 @@ class SlotTable:
     def live(self) -> Iterator[int]:
         yield from self._live.values()
 
-    def tell(self, events: BlockEvents) -> None:
+    def publish_to(self, events: BlockEvents) -> None:
         self.events = events
         for key in self._live:
             events.stored("disk", key)

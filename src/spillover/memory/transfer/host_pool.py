@@ -160,7 +160,7 @@ class HostPool:
         """Forget and unpin memory passed to `adopt`; no copy that uses it may be running."""
         if self._pinner is not None:
             start = address_of(memory)
-            self._let_go([slab for slab in self._slabs.slabs if start <= slab.address < start + memory.nbytes])
+            self._free_pieces([slab for slab in self._slabs.slabs if start <= slab.address < start + memory.nbytes])
 
     def pin(self, addresses: Sequence[int] | npt.NDArray[np.int64]) -> bool:
         """Pin the slabs that contain these addresses, if they are not pinned; return whether all of them are now.
@@ -183,7 +183,7 @@ class HostPool:
         self._threads.shutdown()
         self.release("weights")
         self.release("sleep")
-        self._let_go([slab for slab in self._slabs.slabs if slab.use == "shared weights"])
+        self._free_pieces([slab for slab in self._slabs.slabs if slab.use == "shared weights"])
 
     def _take(self, nbytes: int, use: str, pinned: bool) -> _Slab:
         """Return a slab that was kept or expected, or create one."""
@@ -221,7 +221,7 @@ class HostPool:
             elif slab.pinned and self._pinner is not None:
                 self._pinner.unregister(slab.address)
 
-    def _let_go(self, pieces: Sequence[_Slab]) -> None:
+    def _free_pieces(self, pieces: Sequence[_Slab]) -> None:
         """Forget and unpin memory of other owners."""
         with self._lock:
             self._slabs = self._slabs.without({piece.address for piece in pieces})

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 PATIENCE = 0.02  # maximum seconds that a copy waits for copies of a higher priority
-TELLING_BYTES = 1 << 20  # minimum bytes of a copy from which the link's rate is measured
+MIN_MEASURED_BYTES = 1 << 20  # minimum bytes of a copy from which the link's rate is measured
 WINDOW = 1.0  # minimum seconds over which the busy share of the link is measured
 
 
@@ -92,7 +92,7 @@ class LinkQueue:
                 self._running.remove(turn)
                 self._changed.notify_all()
                 self._count(turn.priority, turn.nbytes, seconds)
-                if turn.nbytes >= TELLING_BYTES:
+                if turn.nbytes >= MIN_MEASURED_BYTES:
                     self._observe(turn.priority.direction, turn.nbytes / max(seconds, 1e-9))
 
     def promote(self, turn: Turn, priority: Priority) -> None:

@@ -18,7 +18,7 @@ from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Weight, WeightFormat
 from spillover.kernels.linear import embedding
 from spillover.kernels.moe.experts import Experts, expert_stacks
-from spillover.kernels.moe.moe import OwnExperts, expert_mlp, moe, route
+from spillover.kernels.moe.moe import LocalExperts, expert_mlp, moe, route
 from spillover.kernels.quantize import Inputs, Quantized
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.config import ModelConfig
@@ -135,7 +135,7 @@ class _EachExpert:
     second: Experts
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: OwnExperts | None = None) -> Tensor:
+                own: LocalExperts | None = None) -> Tensor:
         ids, shares = route(scores, k, renormalize, limit, own)
         return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, self.first, self.second, index, limit))
 

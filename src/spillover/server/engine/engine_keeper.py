@@ -141,7 +141,7 @@ class EngineKeeper:
         self._state, self._why, self._hang = "starting", "the engine is starting", None
         self._heard = time.monotonic()
         self._ready = asyncio.get_running_loop().create_future()
-        process = self._process = EngineProcess(self._config, self._hear)
+        process = self._process = EngineProcess(self._config, self._handle)
         try:
             while True:
                 awaited: list[asyncio.Future[Any]] = [self._ready, process.exited]
@@ -184,7 +184,7 @@ class EngineKeeper:
         log.error("The engine failed while starting:\n%s", failed.message.rstrip())
         return f"the engine failed while starting: {failed.message.strip().splitlines()[-1]}"
 
-    def _hear(self, message: FromEngine) -> None:
+    def _handle(self, message: FromEngine) -> None:
         self._heard = time.monotonic()
         match message:
             case Step() | Reply():

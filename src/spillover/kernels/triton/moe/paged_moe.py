@@ -14,7 +14,7 @@ from spillover.kernels.cuda.mixture import cuda_gemm
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tiles
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
-from spillover.kernels.moe.moe import OwnExperts
+from spillover.kernels.moe.moe import LocalExperts
 from spillover.kernels.moe.page_table import NONE, PATIENCE, PageTable, Resolution
 from spillover.kernels.triton.moe.moe import (
     FEW_TOKENS,
@@ -59,7 +59,7 @@ def paged_mixture(
 
 def own_mixture(
     x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None,
-    own: OwnExperts, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
+    own: LocalExperts, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
 ) -> Tensor:
     """Return the contribution of this rank's experts, which are in the stacks, to kernels.moe.moe.mixture."""
     if scores.shape[0] == 0:

@@ -25,7 +25,7 @@ FEW_PROGRAMS = 16  # maximum number of programs that poll the queue themselves; 
 _NONE = tl.constexpr(page_table.NONE)
 _OLDEST = tl.constexpr(page_table.OLDEST)
 _MOST_SLOTS = tl.constexpr(page_table.MOST_SLOTS)
-_NOBODY = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # greater than the key of any slot
+_NO_KEY = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # greater than the key of any slot
 _DONE, _POSTED, _FAILED = tl.constexpr(places.DONE), tl.constexpr(places.POSTED), tl.constexpr(places.FAILED)
 _LAYER, _COUNT, _TOKENS = tl.constexpr(places.LAYER), tl.constexpr(places.COUNT), tl.constexpr(places.TOKENS)
 _TURN, _GIVEN_UP = tl.constexpr(places.TURN), tl.constexpr(places.GIVEN_UP)
@@ -179,12 +179,12 @@ def _resolve(
     gathered = misses - hosts
 
     key = _order(worth, stamp, step, slot - first)
-    key = tl.where(there & (asked == 0), key, _NOBODY)
+    key = tl.where(there & (asked == 0), key, _NO_KEY)
     # A slot of the layer is free only before all have been filled: the owners are read only then.
     slots = tl.where(tl.sum(there.to(tl.int32), 0) < end - first, end - first, 0)
     free = tl.load(owner_ptr + first + expert, mask=expert < slots, other=0) == _NONE
     free_key = tl.where(free, expert, PADDED)
-    room = tl.sum(free.to(tl.int32), 0) + tl.sum((key != _NOBODY).to(tl.int32), 0)
+    room = tl.sum(free.to(tl.int32), 0) + tl.sum((key != _NO_KEY).to(tl.int32), 0)
     placed = tl.minimum(gathered, room)
     for turn in range(placed):
         lowest_free = tl.min(free_key, 0)
@@ -195,7 +195,7 @@ def _resolve(
         leaving = (key == lowest) & (is_free == 0)
         slot = tl.where(leaving, _NONE, slot)
         slot = tl.where(expert == newcomer, taken, slot)
-        key = tl.where(leaving, _NOBODY, key)
+        key = tl.where(leaving, _NO_KEY, key)
         free_key = tl.where(free_key == lowest_free, PADDED, free_key)
         tl.store(owner_ptr + taken, newcomer)
         tl.store(gathers_ptr + turn * 2, newcomer)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from spillover.errors import SpilloverError
+from spillover.memory.policies.custom import failure
 from spillover.memory.policies.experts.protocol import ExpertPolicy, GuessingPolicy
-from spillover.memory.policies.own import failure
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 from spillover.errors import SpilloverError, did_you_mean
 
 
-def make_own(name: str, problem: str, methods: dict[str, str], flag: str) -> Any:
+def make_custom(name: str, problem: str, methods: dict[str, str], flag: str) -> Any:
     """Return an instance of the class that `name` gives as module:Class. `problem`: the beginning of error messages;
     `methods`: the methods that the class must have, each with its signature."""
     module, _, cls = name.partition(":")
