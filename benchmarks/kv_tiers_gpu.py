@@ -134,7 +134,7 @@ class Visit:
 @click.option("--model", "models", default="qwen3-8b,llama-3.1-8b", show_default=True, metavar="NAME,...")
 @click.option("--parts", default=",".join(PARTS), show_default=True, metavar=f"[{'|'.join(PARTS)}],...")
 @click.option("--lengths", default=None, metavar="N,...", help="Prefix lengths, ascending.  [default: 1024 to 65536]")
-@click.option("--folder", default="results", show_default=True, help="Of the results; 'results' is benchmarks/results.")
+@click.option("--folder", default="results", show_default=True, help="Results folder; 'results' is benchmarks/results.")
 @click.option("--chunk", default=None, type=int, help="--max-num-batched-tokens of prefill. [default: 8192]")
 @click.option("--disk", default=None, help="Folder on the disk to measure; a temporary folder in it is used.")
 @click.option("--repeats", default=3, show_default=True)

@@ -295,7 +295,7 @@ class EngineTotals:
     WEIGHTS: ClassVar[dict[str, str]] = {
         "weight_bytes_moved": "Bytes of weights copied to the device.",
         "weight_disk_bytes": "Of these, bytes that were read from disk.",
-        "expert_hits": "Experts needed by steps that were on the device.",
+        "expert_hits": "Experts that steps needed and found on the device.",
         "expert_misses": "Experts that had to be copied to the device.",
         "expert_hosted": "Experts that the host computed instead.",
         "weight_bytes_back": "Bytes of weights in managed memory that were sent back to the host.",
