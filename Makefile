@@ -18,7 +18,7 @@ TOLD := -rs --durations=25  # what was skipped, and why; which tests took longes
 help:
 	@echo "make demo      set up, then see it work on the default model"
 	@echo "make test      set up, then lint, types, layers and tests"
-	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-gpu  the tests that need a CUDA device; the outcome goes to benchmarks/results/test-gpu.json"
 	@echo "make test-clients  openai, lm_eval, guidellm, vllm bench and aiperf against the server (installs 6 GB)"
 	@echo "make test-cluster  two replicas on Ray: loaded, killed, scaled to three and back; Ray Serve (installs 0.4 GB)"
 	@echo "make test-wheel  build the wheel, install it into an empty environment without a compiler, and run it"
@@ -45,7 +45,7 @@ test: venv browser valkey cross
 	$(BIN)/pytest $(TOLD) -m "alone and not gpu and not clients"
 
 test-gpu: venv
-	$(BIN)/pytest $(TOLD) -n $(GPU_WORKERS) -m gpu
+	$(BIN)/pytest $(TOLD) -n $(GPU_WORKERS) -m gpu --results-to benchmarks/results/test-gpu.json
 
 test-clients: venv
 	$(BIN)/python tests/clients/install.py

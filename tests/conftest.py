@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -57,6 +58,8 @@ ALLOWED_SKIPS = [line for line in (TESTS / "allowed_skips.txt").read_text().spli
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--failures-to", metavar="FILE", default=None,
                      help="Append every failure to a file as it happens, for a run that may be cut off.")
+    parser.addoption("--results-to", metavar="FILE", default=None,
+                     help="Write what passed, failed and was skipped to a JSON file, with the code and the machine.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,7 +91,21 @@ def _unforeseen(skips: Counter[str]) -> list[str]:
     return [reason for reason in skips if not any(re.match(allowed, reason) for allowed in ALLOWED_SKIPS)]
 
 
+def _write_results(path: Path, config: pytest.Config) -> None:
+    """Write the outcome of a run as JSON; only in the reporting process."""
+    from made_by import made_by
+
+    stats = config.pluginmanager.get_plugin("terminalreporter").stats
+    failed = sorted({report.nodeid for kind in ("failed", "error") for report in stats.get(kind, [])})
+    path.write_text(json.dumps({"passed": len(stats.get("passed", [])), "failed": failed,
+                                "skipped": dict(_skips(config)), "seconds": round(time.monotonic() - STARTED),
+                                **made_by()}, indent=1) + "\n")
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--results-to")
+    if path is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        _write_results(Path(path), session.config)
     if os.environ.get("CI") and session.exitstatus == pytest.ExitCode.OK and _unforeseen(_skips(session.config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

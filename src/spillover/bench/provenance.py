@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import shlex
 import subprocess
@@ -26,7 +27,8 @@ def provenance(hardware: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with "-dirty" if tracked files differ from it; None outside a checkout."""
+    """Return the checkout's commit, with "-dirty" if tracked files differ from it; outside a checkout SPILLOVER_COMMIT,
+    which whoever copies the files may set, or None."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
@@ -40,7 +42,7 @@ def commit() -> str | None:
     head = git("rev-parse", "HEAD")
     # An installed copy may be inside another project's repository: only a tracked file proves that it is a checkout.
     if head is None or not git("ls-files", Path(__file__).name):
-        return None
+        return os.environ.get("SPILLOVER_COMMIT")
     return head + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
