@@ -29,7 +29,7 @@ from server_process import HOST, ServerProcess, resident_nbytes
 PROBE_SECONDS = 0.015
 HEALTH_P99_SECONDS = 0.1
 MEMORY_SHARE, MEMORY_BYTES = 0.2, 16 << 20  # memory may stay higher than before by the larger of the two
-LOOK_SECONDS = 0.2  # seconds between two samples of memory
+SAMPLE_SECONDS = 0.2  # seconds between two samples of memory
 SETTLE_SECONDS = 20.0  # maximum time for memory to return to its earlier value
 
 
@@ -104,13 +104,13 @@ def run(attack: Attack, server: ServerProcess) -> Outcome:
     prober = multiprocessing.get_context("spawn").Process(target=probe, args=(server.port, theirs), daemon=True)
     prober.start()
     ours.recv()
-    start = looked = time.monotonic()
+    start = sampled_at = time.monotonic()
     try:
         for problem in attack.run(target):
             if problem:
                 outcome.problems.append(problem)
-            if time.monotonic() - looked > LOOK_SECONDS:
-                peak, looked = max(peak, memory(server)[1]), time.monotonic()
+            if time.monotonic() - sampled_at > SAMPLE_SECONDS:
+                peak, sampled_at = max(peak, memory(server)[1]), time.monotonic()
     finally:
         outcome.seconds = time.monotonic() - start
         time.sleep(0.5)

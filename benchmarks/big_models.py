@@ -45,7 +45,7 @@ STRATEGIES = ("demand", "sequential", "pinned", "host-experts", "experts", "expe
 
 
 @dataclass(frozen=True)
-class Asked:
+class Case:
     model: str
     budget: int
     strategy: str
@@ -54,19 +54,19 @@ class Asked:
     log: str | None
 
 
-def measure(asked: Asked, flags: dict[str, Any]) -> Iterator[Figure]:
+def measure(case: Case, flags: dict[str, Any]) -> Iterator[Figure]:
     """Yield the rows of one strategy: prefill, and decode with each routing."""
-    strategy, _, policy = asked.strategy.partition(":")
+    strategy, _, policy = case.strategy.partition(":")
     gc.collect()  # frees the model measured before
     start = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with opened(asked.model, gpu_memory=str(asked.budget), weights=strategy, policy=policy or "lru", max_num_seqs=8,
+    with opened(case.model, gpu_memory=str(case.budget), weights=strategy, policy=policy or "lru", max_num_seqs=8,
                 max_model_len=4096, max_num_batched_tokens=2048, enable_prefix_caching=False, **flags) as llm:
         weights, placement = llm.engine.runner.weights, llm.plan.placement  # type: ignore[attr-defined]
         torch.cuda.reset_peak_memory_stats()  # excludes the buffers that planning used to measure the machine
         loaded = time.perf_counter() - start
-        print(f"{asked.strategy}: loaded in {loaded:.1f} s", flush=True)
+        print(f"{case.strategy}: loaded in {loaded:.1f} s", flush=True)
         rng = random.Random(0)
         prefill_rate(llm, rng)
         decode_rate(llm, rng, 4)
@@ -74,31 +74,31 @@ def measure(asked: Asked, flags: dict[str, Any]) -> Iterator[Figure]:
         # Routing can be replayed where the device looks up experts itself; elsewhere the router chooses.
         routings = ["router"]
         if isinstance(paged, PagedExperts):
-            routings = ["uniform", "replayed"] if asked.log is not None else ["uniform"]
-        count = min(asked.decode_tokens, 6) if strategy == "sequential" else asked.decode_tokens
-        common = {"strategy": strategy, "policy": policy or "lru", "budget": asked.budget, "load_seconds": loaded,
-                  "quota": placement.quota if placement else 0, "model": asked.model}
-        yield figure(llm, asked, common, "prefill", "router", lambda: prefill_rate(llm, rng), before, PREFILL)
+            routings = ["uniform", "replayed"] if case.log is not None else ["uniform"]
+        count = min(case.decode_tokens, 6) if strategy == "sequential" else case.decode_tokens
+        common = {"strategy": strategy, "policy": policy or "lru", "budget": case.budget, "load_seconds": loaded,
+                  "quota": placement.quota if placement else 0, "model": case.model}
+        yield figure(llm, case, common, "prefill", "router", lambda: prefill_rate(llm, rng), before, PREFILL)
         for routing in routings:
             if isinstance(paged, PagedExperts) and routing != "router":
-                replay(paged, asked, llm, routing)
+                replay(paged, case, llm, routing)
             decode_rate(llm, rng, 64 if routing == "replayed" else min(16, count))  # so that slots follow the routing
-            yield figure(llm, asked, common, "decode", routing, lambda: decode_rate(llm, rng, count), before, count)
+            yield figure(llm, case, common, "decode", routing, lambda: decode_rate(llm, rng, count), before, count)
 
 
-def figure(llm: LLM, asked: Asked, common: dict[str, Any], phase: str, routing: str, rate: Any,
+def figure(llm: LLM, case: Case, common: dict[str, Any], phase: str, routing: str, rate: Any,
            before: int, count: int) -> Figure:
     weights = llm.engine.runner.weights  # type: ignore[attr-defined]
     earlier = weights.traffic()
     with host_time(llm) as host:
-        rates = [rate() for _ in range(asked.repeats)]
+        rates = [rate() for _ in range(case.repeats)]
     torch.cuda.synchronize()
     traffic = weights.traffic().since(earlier)
     predicted = llm.plan.placement.predicted if llm.plan.placement else None
     peak = torch.cuda.max_memory_allocated() - before
-    if peak > asked.budget:
-        raise SystemExit(f"peak device memory {peak:,} is above the budget {asked.budget:,}")
-    tokens = asked.repeats * count
+    if peak > case.budget:
+        raise SystemExit(f"peak device memory {peak:,} is above the budget {case.budget:,}")
+    tokens = case.repeats * count
     limit = roof = None
     if predicted is not None:
         limit = predicted.prefill_tokens_per_second if phase == "prefill" else predicted.decode_tokens_per_second
@@ -109,7 +109,7 @@ def figure(llm: LLM, asked: Asked, common: dict[str, Any], phase: str, routing: 
                "bytes_moved_per_token": traffic.bytes_moved / tokens,
                "predicted": limit, "predicted_routing": "uniform", "host_ms_per_step": statistics.median(host),
                "host_ms_p90": statistics.quantiles(host, n=10)[-1]}
-    name = f"{phase}, {asked.strategy}, {routing}, {asked.budget / 1e9:.1f} GB"
+    name = f"{phase}, {case.strategy}, {routing}, {case.budget / 1e9:.1f} GB"
     made = Figure(name, "tok/s", rates, limit or max(rates), details=details)
     hits = details["hit_rate"]
     print(f"{name}: {made.value:.1f} tok/s, {made.percent_of_limit:.0f}% of {roof}, hits "
@@ -142,14 +142,14 @@ def host_time(llm: LLM) -> Iterator[list[float]]:
         yield found
 
 
-def replay(experts: PagedExperts, asked: Asked, llm: LLM, routing: str) -> None:
-    config = architecture(MODELS[asked.model]).config(MODELS[asked.model])
+def replay(experts: PagedExperts, case: Case, llm: LLM, routing: str) -> None:
+    config = architecture(MODELS[case.model]).config(MODELS[case.model])
     layers, wanted, k = experts.table.layers, config.num_experts, config.experts_per_token
     if routing == "uniform":
         trace = uniform(256, layers, wanted, k)
     else:
-        assert asked.log is not None
-        trace = extended(read_log(asked.log), wanted, k, layers)
+        assert case.log is not None
+        trace = extended(read_log(case.log), wanted, k, layers)
     experts.replay(torch.tensor(trace, dtype=torch.int32, device="cuda"))
     llm.engine.runner.forget_graphs()  # type: ignore[attr-defined]  # captured graphs contain the earlier routing
 
@@ -184,27 +184,27 @@ def main(model: str, gpu_memory: str, half: bool, strategies: str, sweep: str | 
     budget = half_budget(model) if half else parse_bytes(gpu_memory)
     flags = {} if host_memory is None else {"host_memory": host_memory}
 
-    def rows(name: str, wanted: Sequence[Asked], path: str | None) -> None:
+    def rows(name: str, wanted: Sequence[Case], path: str | None) -> None:
         figures: list[Figure] = []
-        for asked in wanted:
+        for case in wanted:
             if time.monotonic() > end:
-                print(f"skipped for lack of time: {asked.strategy} at {asked.budget / 1e9:.1f} GB", flush=True)
+                print(f"skipped for lack of time: {case.strategy} at {case.budget / 1e9:.1f} GB", flush=True)
                 continue
             try:
-                figures += measure(asked, flags)
+                figures += measure(case, flags)
             except SpilloverError as error:
-                print(f"{asked.strategy} at {asked.budget / 1e9:.1f} GB: {error}", flush=True)
+                print(f"{case.strategy} at {case.budget / 1e9:.1f} GB: {error}", flush=True)
             if path is not None and figures:
                 with contextlib.redirect_stdout(io.StringIO()):
                     write(name, figures, path)
 
     rows(name or ("qwen3-30b-a3b-half" if half else f"{model}-{gpu_memory.lower()}"),
-         [Asked(model, budget, each, repeats, decode_tokens, log) for each in strategies.split(",") if each], output)
+         [Case(model, budget, each, repeats, decode_tokens, log) for each in strategies.split(",") if each], output)
     if sweep is not None:
-        beside = None if output is None else "results" if output == "results" else str(
+        sweep_output = None if output is None else "results" if output == "results" else str(
             Path(output).with_name("budget-sweep.json"))
-        rows("budget-sweep", [Asked(model, int(each) * 10**9, "experts", repeats, 32, log)
-                              for each in sweep.split(",")], beside)
+        rows("budget-sweep", [Case(model, int(each) * 10**9, "experts", repeats, 32, log)
+                              for each in sweep.split(",")], sweep_output)
 
 
 if __name__ == "__main__":

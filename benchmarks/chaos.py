@@ -59,13 +59,13 @@ class Counts:
     answers: int = 0
     wrong: int = 0
     late: int = 0  # requests without an answer at their deadline
-    told: Counter[str] = field(default_factory=Counter)  # answers that asked for a retry, and failed hang-ups
-    left: int = 0  # clients that disconnected in the middle of a stream
+    retries: Counter[str] = field(default_factory=Counter)  # answers that asked for a retry, and failed hang-ups
+    hang_ups: int = 0  # clients that disconnected in the middle of a stream
     slowest: float = 0.0
     problems: list[str] = field(default_factory=list)
 
 
-class ToldError(Exception):
+class RetryError(Exception):
     """An answer or event that asks the client to retry later."""
 
 
@@ -98,12 +98,12 @@ class Load:
 
         async def one() -> None:
             connection = Connection(HOST, self._server.port)
-            await self._answered(connection, self._rng.choice(self._prompts))
+            await self._send_until_answered(connection, self._rng.choice(self._prompts))
             await connection.close()
 
         await asyncio.gather(*(one() for _ in range(count)))
 
-    async def leave(self, count: int) -> None:
+    async def disconnect(self, count: int) -> None:
         """Start `count` streams and disconnect in the middle of them."""
 
         async def one(prompt: Prompt, pieces: int) -> None:
@@ -116,9 +116,9 @@ class Load:
                             pieces -= 1
                             if pieces <= 0:
                                 break
-                self.counts.left += 1
+                self.counts.hang_ups += 1
             except (OSError, EOFError, ValueError) as error:
-                self.counts.told[f"while leaving: {type(error).__name__}"] += 1
+                self.counts.retries[f"while leaving: {type(error).__name__}"] += 1
             except TimeoutError:
                 self.counts.late += 1
                 self.counts.problems.append("a client that wanted to disconnect got no answer in time")
@@ -130,19 +130,19 @@ class Load:
     async def _client(self) -> None:
         connection = Connection(HOST, self._server.port)
         while not self.stopped:
-            await self._answered(connection, self._rng.choice(self._prompts))
+            await self._send_until_answered(connection, self._rng.choice(self._prompts))
         await connection.close()
 
-    async def _answered(self, connection: Connection, prompt: Prompt) -> None:
+    async def _send_until_answered(self, connection: Connection, prompt: Prompt) -> None:
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._deadline):
                 while True:
                     try:
-                        text = await self._ask(connection, prompt)
+                        text = await self._complete(connection, prompt)
                         break
-                    except ToldError as error:
-                        self.counts.told[str(error)] += 1
+                    except RetryError as error:
+                        self.counts.retries[str(error)] += 1
                         await asyncio.sleep(0.2 + self._rng.random() / 2)
         except TimeoutError:
             self.counts.late += 1
@@ -159,13 +159,13 @@ class Load:
             self.counts.wrong += 1
             self.counts.problems.append(f"{prompt.text[:60]!r}: {text!r} instead of {prompt.answer!r}")
 
-    async def _ask(self, connection: Connection, prompt: Prompt) -> str:
+    async def _complete(self, connection: Connection, prompt: Prompt) -> str:
         stream = self._rng.random() < 0.5
         reply = await connection.send(self._call(prompt, stream))
         if reply.status != 200:
             body = await connection.read(reply)
             if reply.status in (429, 503):
-                raise ToldError(str(reply.status))
+                raise RetryError(str(reply.status))
             raise ValueError(f"status {reply.status}: {body[:200]!r}")
         if not reply.is_stream:
             return str(json.loads(await connection.read(reply))["choices"][0]["text"])
@@ -175,7 +175,7 @@ class Load:
                 continue
             event = json.loads(data)
             if "error" in event:
-                raise ToldError("error in a stream")
+                raise RetryError("error in a stream")
             text += event["choices"][0]["text"]
             finished |= event["choices"][0].get("finish_reason") is not None
         if not finished:
@@ -194,9 +194,9 @@ async def known_answers(server: ServerProcess, prompts: list[Prompt]) -> list[Pr
     connections = [Connection(HOST, server.port) for _ in range(8)]
     found: list[Prompt] = []
 
-    async def some(connection: Connection, mine: list[Prompt]) -> None:
-        for prompt in mine:
-            found.append(dataclasses.replace(prompt, answer=await load._ask(connection, prompt)))
+    async def some(connection: Connection, share: list[Prompt]) -> None:
+        for prompt in share:
+            found.append(dataclasses.replace(prompt, answer=await load._complete(connection, prompt)))
         await connection.close()
 
     await asyncio.gather(*(some(connection, prompts[i::8]) for i, connection in enumerate(connections)))
@@ -212,7 +212,7 @@ async def chaos(server: ServerProcess, load: Load, faults: Faults, leaks: Leaks,
         if running.done():
             breaking.cancel()
             running.result()
-        leaks.weigh((time.monotonic() - start) / seconds)
+        leaks.sample_memory((time.monotonic() - start) / seconds)
         passed = time.monotonic() - start
         left = max(0, round(seconds - passed))
         counts = load.counts
@@ -271,8 +271,9 @@ def report(options: argparse.Namespace, counts: Counts, faults: Faults, leaks: L
         counts.problems.append(f"{counts.answers} answers, and at least {options.requests_at_least} are required")
     result: dict[str, Any] = {
         "minutes": options.minutes, "seed": options.seed, "clients": options.clients, "deadline": options.deadline,
-        **{name: getattr(counts, name) for name in ("answers", "wrong", "late", "left")},
-        "told": dict(counts.told.most_common()), "slowest_seconds": round(counts.slowest, 1),
+        "answers": counts.answers, "wrong": counts.wrong, "late": counts.late, "left": counts.hang_ups,
+        "told": dict(
+counts.retries.most_common()), "slowest_seconds": round(counts.slowest, 1),
         "faults": dict(faults.made.most_common()), "not_possible_here": sorted(faults.impossible),
         "memory_mb": leaks.memory, "problems": counts.problems,
     }

@@ -31,7 +31,7 @@ REDIS_BYTES = 400 << 20
 class Clients(Protocol):
     async def burst(self, count: int) -> None: ...
 
-    async def leave(self, count: int) -> None: ...
+    async def disconnect(self, count: int) -> None: ...
 
 
 class Redis:
@@ -230,7 +230,7 @@ class Faults:
         shutil.rmtree(self._disk.path / "kv", ignore_errors=True)
 
     async def do_clients_left(self) -> None:
-        await self._clients.leave(16)
+        await self._clients.disconnect(16)
 
     async def do_burst(self) -> None:
         await self._clients.burst(BURST)

@@ -27,7 +27,7 @@ class Leaks:
         self._pids = {server.pid}
         self._group = server.pid
 
-    def weigh(self, share: float) -> None:
+    def sample_memory(self, share: float) -> None:
         children = self._server.children()
         self._pids |= {child.pid for child in children}
         engine = max((resident_nbytes(child) for child in children), default=0)
@@ -49,7 +49,7 @@ class Leaks:
         problems = [f"afterwards {name} is {value}" for name, value in values.items() if value]
         if children != self._processes:
             problems.append(f"the server has {children} child processes and had {self._processes}")
-        self.weigh(1.0)
+        self.sample_memory(1.0)
         return problems + self._growth()
 
     def after_stop(self) -> list[str]:

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from spillover.kernels.cuda import coded_linear as cuda
 from spillover.kernels.cuda import ordered_gemm
-from spillover.kernels.cuda.coded_linear import Form, coded_linear
+from spillover.kernels.cuda.coded_linear import TileForm, coded_linear
 from spillover.kernels.triton.ordered_linear import ordered_linear
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # channels, inputs
-FORMS = {"int4": Form(4, 1, "BFLOAT"), "int8": Form(8, 1, "BFLOAT"), "Q4_K": Form(4, 4, "SUPER")}
+FORMS = {"int4": TileForm(4, 1, "BFLOAT"), "int8": TileForm(8, 1, "BFLOAT"), "Q4_K": TileForm(4, 4, "SUPER")}
 ROWS = (1, 8, 16, 24, 32, 64, 96, 128, 192, 256, 1024, 8192)
 GROUPS = tuple(rows for rows in ROWS if rows <= 256), (1024, 8192)  # numbers of rows that one process times
 LAYERS = 32
@@ -64,7 +64,7 @@ def copies_of(nbytes: int) -> int:
     return max(2, min(MOST_COPIES, -(-COLD // nbytes)))
 
 
-def random_tiles(form: Form, channels: int, inner: int, copies: int) -> Tensor:
+def random_tiles(form: TileForm, channels: int, inner: int, copies: int) -> Tensor:
     """Return tiles of random codes, with scales that are small constants."""
     shape = copies, *form.tiles_shape(channels, inner)
     tiles = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
@@ -77,7 +77,7 @@ def random_tiles(form: Form, channels: int, inner: int, copies: int) -> Tensor:
     return tiles
 
 
-def time_codes(form: Form, rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def time_codes(form: TileForm, rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """Time the products of a form; from 17 rows on with every cut."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for shape, (channels, inner) in SHAPES.items():
@@ -86,7 +86,7 @@ def time_codes(form: Form, rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
         halves = shape == "gate_up"
         for count in rows:
             x = torch.randn(count, inner, device="cuda").bfloat16()
-            chosen = cuda.chosen(count, channels // cuda.STRIP, inner // cuda.STEP, form, processors)
+            chosen = cuda.choose_cut(count, channels // cuda.STRIP, inner // cuda.STEP, form, processors)
             cuts = [chosen] if count < 17 else [
                 cut for cut in cuda.many_cuts(count, inner // cuda.STEP, form)
                 if count <= 256 or (cut.rows >= 64 and cut.spread == 1) or cut == chosen]
@@ -144,9 +144,9 @@ def show(group: dict[str, Any]) -> None:
             timed = sorted((each for each in group["results"] if (each["rows"], each["shape"]) == (rows, shape)),
                            key=lambda each: each["ms"])
             layer += sum(each["ms"] for each in timed if each["chosen"])
-            told = ", ".join(f"{each['cut']}{'*' if each['chosen'] else ''} {each['ms'] * 1e3:.1f}"
-                             f"{'' if each['same_bits'] else ' OTHER BITS'}" for each in timed)
-            print(f"  {rows:5d} {shape:8s} us: {told}")
+            timings = ", ".join(f"{each['cut']}{'*' if each['chosen'] else ''} {each['ms'] * 1e3:.1f}"
+                                f"{'' if each['same_bits'] else ' OTHER BITS'}" for each in timed)
+            print(f"  {rows:5d} {shape:8s} us: {timings}")
         print(f"  {rows:5d} {LAYERS} layers as chosen: {layer * LAYERS:.2f} ms", flush=True)
 
 

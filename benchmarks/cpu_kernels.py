@@ -19,7 +19,7 @@ from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.attention import attention, store_kv
 from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.extents import CODE_BLOCK
-from spillover.kernels.formats.gguf_codes import FORMS, Codes, pack_codes
+from spillover.kernels.formats.gguf_codes import CODE_FORMS, Codes, pack_codes
 from spillover.kernels.formats.packed import pack
 from spillover.kernels.linear import linear
 from spillover.kernels.norm import add_rms_norm
@@ -65,7 +65,7 @@ def coded_products(seconds: float) -> None:
     read = big.nbytes / least([partial(torch.sum, big)], seconds) / 1e9
     print(f"\nlinear over {count} matrices of {size} x {size} in codes; memory is read at {read:.1f} GB/s\n{'type':>8}"
           f"{'MB':>6}" + "".join(f"{f'{rows} rows, ms':>13}{'GB/s':>7}" for rows in (1, 4, 16)))
-    for name, form in FORMS.items():
+    for name, form in CODE_FORMS.items():
         numbers = [tuple(torch.ones(size, size // every).to(getattr(torch, kind)) for kind in kinds)
                    for kinds, every in ((form.block, CODE_BLOCK), (form.head, form.unit))]
         packed = pack_codes([Codes(form, values.view(torch.int8) if form.bits == 8 else values, *numbers)])

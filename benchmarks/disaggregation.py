@@ -88,7 +88,7 @@ class Bench:
         self.result: dict[str, Any] = {}
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         return self.arguments.seconds - (time.perf_counter() - self.begun)
 
     def say(self, text: str) -> None:
@@ -106,53 +106,53 @@ class Bench:
         background = [asyncio.create_task(self._stream(url, stream, stop)) for stream in streams]
         answers: list[Answer] = []
         try:
-            await self._decoding(streams)
+            await self._wait_until_decoding(streams)
             for _ in range(self.arguments.repeats):
                 await asyncio.sleep(PAUSE)
-                answers.append(await ask(url, self.prompt(length), self.arguments.output, self._patience()))
+                answers.append(await ask(url, self.prompt(length), self.arguments.output, self._timeout()))
             await asyncio.sleep(PAUSE)
         finally:
             stop.set()
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-        self._note(arm, length, answers, streams)
+        self._add_row(arm, length, answers, streams)
 
     async def _stream(self, url: str, stream: Stream, stop: asyncio.Event) -> None:
         while not stop.is_set():
             times: list[float] = []
             stream.times.append(times)
-            answer = await ask(url, self.prompt(STREAM_PROMPT), self.arguments.stream_output, self._patience(),
+            answer = await ask(url, self.prompt(STREAM_PROMPT), self.arguments.stream_output, self._timeout(),
                                into=times)
             if not answer.fine:
                 stream.failed += 1
                 await asyncio.sleep(0.1)
 
-    async def _decoding(self, streams: Sequence[Stream]) -> None:
+    async def _wait_until_decoding(self, streams: Sequence[Stream]) -> None:
         """Wait until every stream has received tokens."""
-        deadline = time.perf_counter() + min(30.0, self._patience())
+        deadline = time.perf_counter() + min(30.0, self._timeout())
         while not all(stream.times and len(stream.times[0]) > 2 for stream in streams):
             if time.perf_counter() > deadline:
                 raise TimeoutError("the streams did not begin to decode")
             await asyncio.sleep(0.01)
 
-    def _patience(self) -> float:
-        return max(5.0, min(MOST_SECONDS, self.left + 10.0))
+    def _timeout(self) -> float:
+        return max(5.0, min(MOST_SECONDS, self.seconds_left + 10.0))
 
-    def _note(self, arm: str, length: int, answers: Sequence[Answer], streams: Sequence[Stream]) -> None:
-        held_up: list[list[float]] = [[] for _ in answers]  # for each prompt, the gaps that overlap its TTFT
+    def _add_row(self, arm: str, length: int, answers: Sequence[Answer], streams: Sequence[Stream]) -> None:
+        overlapping: list[list[float]] = [[] for _ in answers]  # for each prompt, the gaps that overlap its TTFT
         alone: list[float] = []
         for begun, ended in (gap for stream in streams for gap in stream.gaps()):
             hit = [place for place, answer in enumerate(answers)
                    if answer.times and begun < answer.times[0] and ended > answer.sent]
-            for gaps in [held_up[place] for place in hit] or [alone]:
+            for gaps in [overlapping[place] for place in hit] or [alone]:
                 gaps.append(ended - begun)
-        during = [gap for gaps in held_up for gap in gaps]
+        during = [gap for gaps in overlapping for gap in gaps]
         self.rows.append({
             "arm": arm, "prompt_tokens": length, "streams": len(streams),
             "requests": [{"ttft": answer.ttft if answer.times else None, "gaps": answer.gaps,
                           "timings": answer.timings, "error": answer.error, "stream_gaps": spread(gaps)}
-                         for answer, gaps in zip(answers, held_up, strict=True)],
+                         for answer, gaps in zip(answers, overlapping, strict=True)],
             "stream_failures": sum(stream.failed for stream in streams), "stream_gaps_alone": spread(alone)})
         fine = [answer for answer in answers if answer.fine and answer.times]
         summary = {"failed": len(answers) - len(fine), "stream_itl_during_ms": milliseconds(during),
@@ -172,14 +172,14 @@ class Bench:
 
     def _transfer(self, answers: Sequence[Answer]) -> dict[str, Any] | None:
         """Return the KV that the decoding engine restored, and its rate in percent of the link's and the store's."""
-        told = [answer.timings for answer in answers if answer.timings.get("tokens")]
-        if not told:
+        timings = [answer.timings for answer in answers if answer.timings.get("tokens")]
+        if not timings:
             return None
-        tokens = statistics.median(each["tokens"][self.arguments.store] for each in told)
-        moved = {"tokens": tokens, "computed_tokens": statistics.median(each["tokens"]["computed"] for each in told),
-                 "queue_ms": 1e3 * statistics.median(each["queue"] for each in told),
-                 "restore_ms": 1e3 * statistics.median(each["restore"] for each in told),
-                 "prefill_ms": 1e3 * statistics.median(each["prefill"] for each in told)}
+        tokens = statistics.median(each["tokens"][self.arguments.store] for each in timings)
+        moved = {"tokens": tokens, "computed_tokens": statistics.median(each["tokens"]["computed"] for each in timings),
+                 "queue_ms": 1e3 * statistics.median(each["queue"] for each in timings),
+                 "restore_ms": 1e3 * statistics.median(each["restore"] for each in timings),
+                 "prefill_ms": 1e3 * statistics.median(each["prefill"] for each in timings)}
         if tokens and moved["restore_ms"]:
             nbytes = tokens / BLOCK * self.result["block_bytes"]
             rate = nbytes / (moved["restore_ms"] / 1e3)
@@ -195,7 +195,7 @@ class Bench:
         lengths = sorted({BLOCK * 8, *self.arguments.lengths})
         for arm, url in arms.items():  # warm-up: kernels of every length and the pool's pages
             for length in lengths:
-                answer = await ask(url, self.prompt(length), 2, max(30.0, min(MOST_SECONDS, self.left)))
+                answer = await ask(url, self.prompt(length), 2, max(30.0, min(MOST_SECONDS, self.seconds_left)))
                 if not answer.fine:
                     self.notes.append(f"warming {arm} at {length}: {answer.error}")
                     self.say(self.notes[-1])
@@ -204,7 +204,7 @@ class Bench:
         done = 0
         for place, length in enumerate(self.arguments.lengths):
             for arm in list(arms) if place % 2 == 0 else list(arms)[::-1]:
-                if self.left < 5:
+                if self.seconds_left < 5:
                     self.notes.append(f"stopped by --seconds before {arm} at {length} tokens")
                     self.say(self.notes[-1])
                     return
@@ -219,14 +219,14 @@ class Bench:
     async def _same_tokens(self, arms: dict[str, str]) -> None:
         """Compare the tokens of all arms for the same prompts, without streams."""
         length = sorted(self.arguments.lengths)[len(self.arguments.lengths) // 2]
-        said = []
+        answered_tokens = []
         for _ in range(2):
             prompt = self.prompt(length)
-            answers = [await ask(url, prompt, self.arguments.output, self._patience(), stream=False, ids=True)
+            answers = [await ask(url, prompt, self.arguments.output, self._timeout(), stream=False, ids=True)
                        for url in arms.values()]
-            said.append([answer.tokens for answer in answers])
+            answered_tokens.append([answer.tokens for answer in answers])
         self.result["same_tokens"] = all(tokens == each[0] and len(tokens) == self.arguments.output
-                                         for each in said for tokens in each)
+                                         for each in answered_tokens for tokens in each)
         self.say(f"same tokens in every arm: {self.result['same_tokens']}")
 
     def write(self) -> None:

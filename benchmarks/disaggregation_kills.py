@@ -63,7 +63,7 @@ class Fleet:
     def server(self, name: str) -> ServerProcess:
         return self.prefill if name.startswith("prefill") else self.decode
 
-    async def strike(self, fault: str, rng: random.Random) -> None:
+    async def inject(self, fault: str, rng: random.Random) -> None:
         """Make one fault."""
         for name in fault.split(", "):
             if name == "owner":
@@ -86,7 +86,7 @@ class Fleet:
                 self.dead.add(name)
             await asyncio.sleep(rng.random() * 0.05)
 
-    def heal(self) -> None:
+    def recover(self) -> None:
         """Restart what was killed, and wait until the router knows the blocks of all replicas."""
         if "owner" in self.dead:
             self.owner.start()
@@ -106,15 +106,16 @@ class Fleet:
         until_exact(self.routed, 120)
 
 
-async def answered(url: str, prompt: list[int], stream: bool, salt: str, patience: float) -> tuple[Answer, float, int]:
+async def send_with_retries(url: str, prompt: list[int], stream: bool, salt: str,
+                            timeout: float) -> tuple[Answer, float, int]:
     """Request until there is an answer; return it, the seconds since the first try, and the number of failed tries."""
     begun = time.perf_counter()
-    lost = 0
+    failed_tries = 0
     while True:
-        answer = await ask(url, prompt, OUTPUT, patience, stream, ids=True, salt=salt)
-        if answer.fine or answer.status != 200 or lost == TRIES:
-            return answer, time.perf_counter() - begun, lost
-        lost += 1
+        answer = await ask(url, prompt, OUTPUT, timeout, stream, ids=True, salt=salt)
+        if answer.fine or answer.status != 200 or failed_tries == TRIES:
+            return answer, time.perf_counter() - begun, failed_tries
+        failed_tries += 1
 
 
 class Kills:
@@ -132,14 +133,15 @@ class Kills:
     async def round(self, number: int, fault: str) -> None:
         chosen = self.random.sample(range(len(self.prompts)), self.arguments.at_once)
         span = statistics.median(self.plain) if self.plain else 1.0
-        asked = [asyncio.create_task(answered(self.fleet.routed.url, self.prompts[which], place % 2 == 0,
-                                              f"round-{number}", 60.0)) for place, which in enumerate(chosen)]
+        requests = [asyncio.create_task(send_with_retries(self.fleet.routed.url, self.prompts[which], index % 2 == 0,
+                                                          f"round-{number}", 60.0))
+                    for index, which in enumerate(chosen)]
         if fault != "none":
             await asyncio.sleep(self.random.random() * span)
-            await self.fleet.strike(fault, self.random)
-        for which, (answer, seconds, lost) in zip(chosen, await asyncio.gather(*asked), strict=True):
+            await self.fleet.inject(fault, self.random)
+        for which, (answer, seconds, failed_tries) in zip(chosen, await asyncio.gather(*requests), strict=True):
             self.counts["answers"] += 1
-            self.counts["asked again"] += lost
+            self.counts["asked again"] += failed_tries
             (self.plain if fault == "none" else self.waits[fault]).append(seconds)
             self.sources.update(answer.timings.get("tokens") or {})
             if not answer.fine or answer.tokens != self.expected[which]:
@@ -216,7 +218,7 @@ async def _rounds(arguments: argparse.Namespace, kills: Kills, rng: random.Rando
             return
         await kills.round(number, fault)
         kills.faults[fault] += 1
-        await asyncio.to_thread(kills.fleet.heal)
+        await asyncio.to_thread(kills.fleet.recover)
         longest = max(kills.waits[fault] or kills.plain)
         print(f"{number:3} {fault:16} {time.monotonic() - begun:6.1f} s, longest so far {longest:5.2f} s, wrong "
               f"{kills.counts['wrong']}, failed {kills.counts['failed']}, asked again {kills.counts['asked again']}",

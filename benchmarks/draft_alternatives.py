@@ -57,21 +57,21 @@ def main(model: str | None, tokens: int, output: Path | None) -> None:
     with LLM(model, **flags) as llm:
         tokenizer = llm.tokenizer
         assert tokenizer is not None
-        asked = [tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": question}]),
-                                  add_special_tokens=False) for question in ORDINARY]
+        prompt_ids = [tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": question}]),
+                                       add_special_tokens=False) for question in ORDINARY]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], params, use_tqdm=False)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompt_ids], params, use_tqdm=False)
     answers = [list(each.outputs[0].token_ids) for each in outputs]
     found: dict[str, Any] = {}
     for copy in ("int4", "int8"):
         with LLM(model, quantization=copy, **flags) as llm:
             scored = llm.generate([{"prompt_token_ids": prompt + answer}
-                                   for prompt, answer in zip(asked, answers, strict=True)],
+                                   for prompt, answer in zip(prompt_ids, answers, strict=True)],
                                   SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1), use_tqdm=False)
         ranks = []
-        for prompt, answer, one in zip(asked, answers, scored, strict=True):
-            told = one.prompt_logprobs or []
-            ranks.append([position[token].rank or 0 for token, position in zip(answer, told[len(prompt):], strict=True)
+        for prompt, answer, one in zip(prompt_ids, answers, scored, strict=True):
+            rows = (one.prompt_logprobs or [])[len(prompt):]
+            ranks.append([position[token].rank or 0 for token, position in zip(answer, rows, strict=True)
                           if position is not None])
         found[copy] = measured(ranks)
         click.echo(f"{copy}: {json.dumps(found[copy])}")

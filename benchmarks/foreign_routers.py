@@ -93,16 +93,17 @@ def ask(url: str, path: str, body: Any = None, timeout: float = 300.0) -> Answer
 
 def streamed(text: str) -> Answer:
     """Return the complete answer of a stream."""
-    said, end, usage, pieces = "", None, None, 0
+    answer, end, usage, pieces = "", None, None, 0
     for line in text.splitlines():
         if line.startswith("data: {"):
             event = json.loads(line[6:])
             usage = event.get("usage") or usage
             for choice in event.get("choices", ()):
                 piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-                said, pieces = said + piece, pieces + bool(piece)
+                answer, pieces = answer + piece, pieces + bool(piece)
                 end = choice.get("finish_reason") or end
-    return {"text": said, "end": end, "usage": counts(usage), "pieces": pieces > 1,
+    return {"text": answer, "end": end,
+ "usage": counts(usage), "pieces": pieces > 1,
             "done": text.rstrip().endswith("data: [DONE]")}
 
 
@@ -127,20 +128,20 @@ def metric(url: str, name: str) -> float:
 
 def questions(model: str, too_long: int) -> dict[str, tuple[str, Any]]:
     """Return the requests to send directly and through a router. `too_long`: words that every server rejects."""
-    asked: dict[str, Any] = {"model": model, "max_tokens": 12, "temperature": 0, "seed": 1}
+    fields: dict[str, Any] = {"model": model, "max_tokens": 12, "temperature": 0, "seed": 1}
     talk = [{"role": "system", "content": "You are terse."}, {"role": "user", "content": "Name three colours."}]
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     return {
-        "completion": ("/v1/completions", asked | {"prompt": "The capital of France is"}),
-        "completion, streamed": ("/v1/completions", asked | {"prompt": "The capital of France is"} | usage),
-        "chat": ("/v1/chat/completions", asked | {"messages": talk}),
-        "chat, streamed": ("/v1/chat/completions", asked | {"messages": talk} | usage),
-        "token ids": ("/v1/completions", asked | {"prompt": [504, 3575, 282, 4649, 314]}),
-        "other letters": ("/v1/completions", asked | {"prompt": "naïve 你好 🙂 "}),
-        "no such model": ("/v1/completions", asked | {"model": "no-such", "prompt": "x"}),
-        "too long": ("/v1/completions", asked | {"prompt": "word " * too_long}),
+        "completion": ("/v1/completions", fields | {"prompt": "The capital of France is"}),
+        "completion, streamed": ("/v1/completions", fields | {"prompt": "The capital of France is"} | usage),
+        "chat": ("/v1/chat/completions", fields | {"messages": talk}),
+        "chat, streamed": ("/v1/chat/completions", fields | {"messages": talk} | usage),
+        "token ids": ("/v1/completions", fields | {"prompt": [504, 3575, 282, 4649, 314]}),
+        "other letters": ("/v1/completions", fields | {"prompt": "naïve 你好 🙂 "}),
+        "no such model": ("/v1/completions", fields | {"model": "no-such", "prompt": "x"}),
+        "too long": ("/v1/completions", fields | {"prompt": "word " * too_long}),
         "no JSON": ("/v1/completions", b'{"prompt": '),
-        "wrong type": ("/v1/completions", asked | {"prompt": "x", "max_tokens": "many"}),
+        "wrong type": ("/v1/completions", fields | {"prompt": "x", "max_tokens": "many"}),
     }
 
 

@@ -171,13 +171,13 @@ async def stream(port: int, index: int, end: float, tokens: int, chat: bool) -> 
 
 
 def request(serial: int, tokens: int, chat: bool) -> bytes:
-    asked: dict[str, Any] = {"model": "default", "max_tokens": tokens, "ignore_eos": True, "stream": True,
-                             "stream_options": {"include_usage": True}}
+    fields: dict[str, Any] = {"model": "default", "max_tokens": tokens, "ignore_eos": True, "stream": True,
+                              "stream_options": {"include_usage": True}}
     if chat:
-        asked["messages"] = [{"role": "user", "content": f"Count to {serial}."}]
+        fields["messages"] = [{"role": "user", "content": f"Count to {serial}."}]
     else:
-        asked["prompt"] = f"Count to {serial}:"
-    body = json.dumps(asked).encode()
+        fields["prompt"] = f"Count to {serial}:"
+    body = json.dumps(fields).encode()
     path = "/v1/chat/completions" if chat else "/v1/completions"
     head = (f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n")

@@ -82,14 +82,14 @@ def mutate_gguf(draw: random.Random, whole: Gguf) -> tuple[str, bytes]:
         content = bytearray(whole.encode())
         return mutate_bytes(draw, content, len(content) - len(whole.data)), bytes(content)
     model = copy.deepcopy(whole)
-    said = [draw.choice([_gguf_field, _gguf_field, _gguf_field, _gguf_tensor, _gguf_tensor, _gguf_counts])(draw, model)
-            for _ in range(draw.choice([1, 1, 1, 2, 3]))]
-    return "; ".join(said), model.encode()
+    mutations = (_gguf_field, _gguf_field, _gguf_field, _gguf_tensor, _gguf_tensor, _gguf_counts)
+    changes = [draw.choice(mutations)(draw, model) for _ in range(draw.choice([1, 1, 1, 2, 3]))]
+    return "; ".join(changes), model.encode()
 
 
 def mutate_bytes(draw: random.Random, content: bytearray, head: int) -> str:
     """Mutate `content` in place, mostly within its first `head` bytes; return a description."""
-    said = []
+    changes = []
     for _ in range(draw.choice([1, 1, 2, 4, 16])):
         at = draw.randrange(head if draw.random() < 0.9 else len(content)) if content else 0
         kind = draw.choice(["set", "set", "ones", "cut", "insert", "remove", "number"])
@@ -105,11 +105,11 @@ def mutate_bytes(draw: random.Random, content: bytearray, head: int) -> str:
             del content[at:at + draw.randrange(1, 32)]
         else:
             content[at:at + 8] = struct.pack("<Q", draw.choice([0, 1, 2**31, 2**32, 2**40, 2**63, len(content)]))
-        said.append(f"{kind} at {at}")
+        changes.append(f"{kind} at {at}")
         head = max(1, min(head, len(content)))
         if not content:
             break
-    return f"bytes: {', '.join(said[:4])}"
+    return f"bytes: {', '.join(changes[:4])}"
 
 
 def _gguf_value(draw: random.Random, depth: int = 0) -> tuple[int, Any]:
@@ -220,26 +220,26 @@ def mutate_folder(draw: random.Random, folder: Path) -> str:
     content = bytearray(file.read_bytes())
     if draw.random() < 0.25:
         head = min(len(content), 2000) if name.endswith(".safetensors") else len(content)
-        said = mutate_bytes(draw, content, max(1, head))
+        change = mutate_bytes(draw, content, max(1, head))
         file.write_bytes(content)
     elif name.endswith(".safetensors"):
         length = int.from_bytes(content[:8], "little")
-        said, header = mutate_json(draw, json.loads(content[8:8 + length]))
+        change, header = mutate_json(draw, json.loads(content[8:8 + length]))
         file.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length:])
     elif draw.random() < 0.03:
         file.unlink()
-        said = "removed"
+        change = "removed"
     else:
-        said, changed = mutate_json(draw, json.loads(content))
+        change, changed = mutate_json(draw, json.loads(content))
         file.write_bytes(changed)
-    return f"{name}: {said}"
+    return f"{name}: {change}"
 
 
 def mutate_json(draw: random.Random, tree: Any) -> tuple[str, bytes]:
     if draw.random() < 0.04:
         depth, deep = draw.choice([200, 5000, 100_000]), draw.choice([("[", "]"), ('{"x":', "}")])
         return f"{depth} levels", (deep[0] * depth + "0" + deep[1] * depth).encode()
-    said = []
+    changes = []
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         holder, key = draw.choice(list(places(tree))) if isinstance(tree, dict | list) and tree else (None, None)
         if holder is None:
@@ -251,11 +251,11 @@ def mutate_json(draw: random.Random, tree: Any) -> tuple[str, bytes]:
             holder[key] = like(draw, holder[key])
         else:
             holder[key] = copy.deepcopy(draw.choice(WRONG))
-        said.append(f"{key} {how}")
+        changes.append(f"{key} {how}")
     text = json.dumps(tree)
     if draw.random() < 0.05:
         text = text.replace("128", "9" * 5000, 1)
-    return ", ".join(said), text.encode()
+    return ", ".join(changes), text.encode()
 
 
 def like(draw: random.Random, value: Any) -> Any:

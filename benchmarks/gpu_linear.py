@@ -29,7 +29,7 @@ from spillover.kernels.cuda.driver.tensor_map import processors
 from spillover.kernels.cuda.fp8_linear import Cut, FewCut, Shape, fp8_linear
 from spillover.kernels.fields import Field
 from spillover.kernels.formats.fp8_block import dummy_fp8
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import pdl_options
 from spillover.kernels.triton.ordered_linear import ordered_linear
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -52,7 +52,7 @@ def weights(form: str, channels: int, inner: int, random: torch.Generator) -> tu
 
 
 def product(form: str, tensors: tuple[Tensor, ...], cut: FewCut | Cut | None = None) -> Product:
-    begins_early = early(DEVICE)["EARLY"]
+    begins_early = pdl_options(DEVICE)["EARLY"]
     if form == "bf16":
         return lambda x: ordered_linear(x, tensors[0])
     return lambda x: fp8_linear(x, *tensors, early=begins_early, cut=cut)
@@ -93,7 +93,7 @@ def measure(form: str, every_cut: bool) -> list[dict[str, Any]]:
                 count = LAYERS if rows <= 1024 else 4
                 products = [product(form, layer, cut) for layer in layers[:count]]
                 elapsed = seconds(partial(all_layers, products, x[:rows]), calls=1)
-                used = cut or (cuda.chosen(rows, shape, processors(DEVICE)) if form != "bf16" else None)
+                used = cut or (cuda.choose_cut(rows, shape, processors(DEVICE)) if form != "bf16" else None)
                 row = {"form": form, "shape": name, "rows": rows, "chosen": cut is None, "cut": used and used._asdict(),
                        "same_bits": same, "ms_of_32_layers": elapsed * 1e3 * LAYERS / count,
                        "tb_per_second": sum(tensor.nbytes for tensor in layers[0]) * count / elapsed / 1e12,

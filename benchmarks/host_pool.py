@@ -31,7 +31,7 @@ from spillover.bench.provenance import provenance
 from spillover.plan.hardware import probe
 from spillover.plan.tiers import STAGING_BLOCKS, slot_stride
 
-PATIENCE = 600.0
+ANSWER_SECONDS = 600.0
 
 
 class Arm:
@@ -64,7 +64,7 @@ class Arm:
                 engine.send(batch, max_tokens)
         for engine, mine in zip(self.engines, batches, strict=True):
             for _ in mine:
-                answer = engine.answer(PATIENCE)
+                answer = engine.answer(ANSWER_SECONDS)
                 assert answer is not None, f"an engine of {self.name} died"
                 tokens += answer["tokens"]
                 for found in answer["sources"]:
@@ -95,7 +95,7 @@ def restarted(arm: Arm, prefixes: list[list[int]]) -> dict[str, Any]:
     firsts = []
     for prefix in prefixes[:4]:
         engine.send([[*prefix, 1, 2, 3]], 1)
-        answer = engine.answer(PATIENCE)
+        answer = engine.answer(ANSWER_SECONDS)
         assert answer is not None
         firsts.append({"seconds": answer["seconds"], **answer["sources"][0]})
     return {"seconds_to_start": up, "first_prompts": firsts}

@@ -25,7 +25,7 @@ from typing import Any
 from host_pool_processes import EngineProcess, OwnerProcess, model_flags, vocabulary
 
 FAULTS = ("none", "owner", "engine", "owner, engine", "engine, owner", "stop")
-PATIENCE = 300.0
+ANSWER_SECONDS = 300.0
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _expected(flags: dict[str, Any], prompts: list[list[int]], folder: Path) -> 
     try:
         plain.wait_ready()
         plain.send(prompts, 4)
-        answer = plain.answer(PATIENCE)
+        answer = plain.answer(ANSWER_SECONDS)
         assert answer is not None
         return list(answer["tokens"])
     finally:
@@ -82,8 +82,8 @@ def _rounds(rng: random.Random, arguments: argparse.Namespace, prompts: list[lis
     for fault in plan:
         faults[fault] += 1
         victim = rng.randrange(len(engines))
-        asked = [rng.sample(range(len(prompts)), k=min(6, len(prompts))) for _ in engines]
-        for engine, chosen in zip(engines, asked, strict=True):
+        batches = [rng.sample(range(len(prompts)), k=min(6, len(prompts))) for _ in engines]
+        for engine, chosen in zip(engines, batches, strict=True):
             engine.send([prompts[number] for number in chosen], 4)
         time.sleep(rng.random() * 0.2)
         for step in fault.split(", "):
@@ -98,8 +98,8 @@ def _rounds(rng: random.Random, arguments: argparse.Namespace, prompts: list[lis
             time.sleep(rng.random() * 0.05)
         if "owner" in fault:
             owner.start()
-        for number, (engine, chosen) in enumerate(zip(engines, asked, strict=True)):
-            answer = engine.answer(PATIENCE)
+        for number, (engine, chosen) in enumerate(zip(engines, batches, strict=True)):
+            answer = engine.answer(ANSWER_SECONDS)
             if answer is None:
                 assert number == victim, "an engine exited without a fault"
                 assert "engine" in fault, "an engine exited without a fault"

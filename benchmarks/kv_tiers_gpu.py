@@ -161,7 +161,7 @@ def main(models: str, parts: str, lengths: str | None, folder: str, chunk: int |
             except Exception:  # the other parts and models can still be measured
                 traceback.print_exc()
                 print(f"{name}: {part} was not measured", flush=True)
-            _give_back()
+            _free_device_memory()
         report.show()
 
 
@@ -186,8 +186,8 @@ def measure_prefixes(name: str, sizes: Sizes, repeats: int, deadline: float, rep
                                   disk_gb_s=disk_rates.read / 1e9, chunk=sizes.chunk)
             print(f"{name}: one copy {large / 1e9:.1f} GB/s, block copies {link.to_device / 1e9:.1f} GB/s in and "
                   f"{link.to_host / 1e9:.1f} out, disk {disk_rates.read / 1e9:.1f} GB/s read", flush=True)
-            _ask(llm, _prompt(min(2 * sizes.chunk, sizes.lengths[-1]), 0))  # warm-up
-            _forget(llm, external=True)
+            _time_request(llm, _prompt(min(2 * sizes.chunk, sizes.lengths[-1]), 0))  # warm-up
+            _reset_caches(llm, external=True)
             visits: dict[tuple[int, str], list[Visit]] = {}
             for repeat in range(repeats):
                 for length in sizes.lengths:
@@ -214,7 +214,7 @@ def _measure_prefix(llm: LLM, length: int, seed: int, visits: dict[tuple[int, st
         if way == "split":
             connector.cost.step_seconds, restore_plan.WORTH = 0.0, 1.0  # splits whatever it costs
         try:
-            visits.setdefault((length, way), []).append(_ask(llm, prompt))
+            visits.setdefault((length, way), []).append(_time_request(llm, prompt))
         finally:
             restore_plan.SHARE, restore_plan.WORTH = usual
             connector.cost.step_seconds = min(step, connector.cost.step_seconds) if way != "split" else step
@@ -222,12 +222,12 @@ def _measure_prefix(llm: LLM, length: int, seed: int, visits: dict[tuple[int, st
     ask("cold")
     ask("device")
     for way, restore, share in (("host", "always", 0.0), ("auto", "auto", restore_plan.SHARE), ("split", "auto", 0.0)):
-        _forget(llm, stored=False)
+        _reset_caches(llm, stored=False)
         ask(way, restore, share)
     if disk:
-        _forget(llm)
+        _reset_caches(llm)
         ask("disk")
-    _forget(llm, external=True)
+    _reset_caches(llm, external=True)
 
 
 def _prefix_figures(visits: dict[tuple[int, str], list[Visit]], sizes: Sizes, limits: Limits) -> list[Figure]:
@@ -274,7 +274,7 @@ def _prefix_table(visits: dict[tuple[int, str], list[Visit]], sizes: Sizes) -> s
     return "\n".join(lines)
 
 
-def _ask(llm: LLM, prompt: list[int]) -> Visit:
+def _time_request(llm: LLM, prompt: list[int]) -> Visit:
     """Request one token; return when all copies that the request caused have completed."""
     output: RequestOutput = llm.generate({"prompt_token_ids": prompt}, SamplingParams(
         temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False), use_tqdm=False)[0]
@@ -283,7 +283,7 @@ def _ask(llm: LLM, prompt: list[int]) -> Visit:
     return Visit(timings.first_token - timings.arrived, timings.restore, output.sources.host, output.sources.disk)
 
 
-def _forget(llm: LLM, stored: bool = True, external: bool = False) -> None:
+def _reset_caches(llm: LLM, stored: bool = True, external: bool = False) -> None:
     if stored:
         llm.engine.scheduler.reset_prefix_cache(external)
     else:
@@ -361,7 +361,7 @@ def _decode_load(llm: LLM, sizes: Sizes, seed: int) -> list[float]:
     """Return the seconds between tokens of decoding requests, while prompts are computed and spilled concurrently."""
     engine = llm.engine
     rng = random.Random(seed)
-    patience = time.monotonic() + LOAD_SECONDS
+    deadline = time.monotonic() + LOAD_SECONDS
 
     def add(kind: str, index: int, length: int, outputs: int) -> Request:
         params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, detokenize=False)
@@ -370,7 +370,7 @@ def _decode_load(llm: LLM, sizes: Sizes, seed: int) -> list[float]:
         return request
 
     def step() -> list[Request]:
-        if time.monotonic() > patience:
+        if time.monotonic() > deadline:
             raise TimeoutError(f"a load of {sizes.steps} steps took more than {LOAD_SECONDS:.0f} s")
         steps = engine.num_steps
         changed = engine.step()
@@ -432,7 +432,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _give_back() -> None:
+def _free_device_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

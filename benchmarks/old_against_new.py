@@ -42,12 +42,12 @@ def work() -> None:
             name, seed = json.loads(line)
             count, prompt, answer, _ = LOADS[name]
             rng = random.Random(seed)
-            asked = [{"prompt_token_ids": [rng.randrange(100, 5000) for _ in range(rng.randint(*prompt))]}
-                     for _ in range(count)]
-            params = [SamplingParams(temperature=0, max_tokens=rng.randint(*answer), ignore_eos=True) for _ in asked]
+            prompts = [{"prompt_token_ids": [rng.randrange(100, 5000) for _ in range(rng.randint(*prompt))]}
+                       for _ in range(count)]
+            params = [SamplingParams(temperature=0, max_tokens=rng.randint(*answer), ignore_eos=True) for _ in prompts]
             llm.reset_prefix_cache()
             begun = time.perf_counter()
-            outputs = llm.generate(asked, params, use_tqdm=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - begun
             print(json.dumps([seconds, [list(one.outputs[0].token_ids) for one in outputs]]), flush=True)
 
@@ -95,13 +95,13 @@ def main(tree: Path, rounds: int, seed: int, output: Path | None, works: bool) -
         engines = {"old": Engine(stack, tree.resolve()), "new": Engine(stack, HERE)}
         for turn in range(-1, rounds):  # the first is a warm-up
             for name in [name for name, load in LOADS.items() for _ in range(load[-1])]:
-                one, said = rng.randrange(1 << 30), []
+                one, answers = rng.randrange(1 << 30), []
                 for who in rng.sample(sorted(engines), 2):
                     seconds, tokens = engines[who].run(name, one)
-                    said.append(tokens)
+                    answers.append(tokens)
                     if turn >= 0:
                         times[name][who].append(seconds)
-                if said[0] != said[1]:
+                if answers[0] != answers[1]:
                     raise click.ClickException(f"the two trees gave different tokens: {name}, seed {one}")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True, check=True)
     loads = [summary(name, seconds) for name, seconds in times.items()]

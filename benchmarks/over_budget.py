@@ -49,9 +49,9 @@ class Replay:
         self._traces = {"uniform": uniform(256, *shape)}
         if log is not None:
             self._traces["replayed"] = extended(read_log(log), shape[1], shape[2], shape[0])
-        self._apart = 1  # rows of the trace between the places of two requests
+        self._request_stride = 1  # rows of the trace between the places of two requests
         self._forward = runner._forward
-        runner._forward = self._placed  # type: ignore[method-assign]
+        runner._forward = self._forward_at_offsets  # type: ignore[method-assign]
 
     @property
     def routings(self) -> list[str]:
@@ -62,14 +62,14 @@ class Replay:
 
     def follow(self, routing: str, requests: int) -> None:
         trace = self._traces[routing]
-        self._apart = max(1, len(trace) // requests)
+        self._request_stride = max(1, len(trace) // requests)
         self._experts.replay(torch.tensor(trace, dtype=torch.int32, device="cuda"))
         self._runner.forget_graphs()  # captured graphs contain the earlier routing
 
-    def _placed(self, offsets: InputOffsets, item: StepItem | None = None) -> Tensor:
+    def _forward_at_offsets(self, offsets: InputOffsets, item: StepItem | None = None) -> Tensor:
         inputs = self._runner._inputs
         slots = inputs.array(offsets, "slots")[inputs.array(offsets, "row_of").long()]
-        self._experts.replay_at = (slots * self._apart + inputs.array(offsets, "positions")).int()
+        self._experts.replay_at = (slots * self._request_stride + inputs.array(offsets, "positions")).int()
         return self._forward(offsets, item)
 
 
@@ -84,11 +84,11 @@ def limits(traffic: WeightTraffic, record: int, rates: Rates, roof: Roofline, re
     streamed = traffic.bytes_moved - traffic.expert_misses * record
     streaming = streamed / rates.host_to_device
     shared = missed / (rates.kernel_read + rates.host_read)
-    asked = (traffic.expert_hits + traffic.expert_misses + traffic.expert_hosted) * record
+    requested = (traffic.expert_hits + traffic.expert_misses + traffic.expert_hosted) * record
     prefill = roof.step([(prompt, 0)] * requests).seconds
     step, shape = roof.decode(requests, prompt + output // 2), roof.shape
     others = step.limit.bytes - shape.distinct_experts(requests) * shape.expert_bytes * shape.expert_layers
-    decode = (output * others + asked) / rates.memory_read
+    decode = (output * others + requested) / rates.memory_read
     return {
         "link_limit": tokens / (streaming + missed / rates.host_to_device),
         "host_limit": tokens / (streaming + missed / rates.host_read),

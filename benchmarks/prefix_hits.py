@@ -125,7 +125,7 @@ class Bench:
                                   ("transfers", self.scheduler, "poll_transfers"), ("make", factory, "make")):
             setattr(owner, name, self._timed(part, getattr(type(owner), name).__get__(owner)))
 
-    def ask(self, prompt: list[int]) -> tuple[Request, float, float]:
+    def run_request(self, prompt: list[int]) -> tuple[Request, float, float]:
         """Return the finished request, the seconds until its first token, and the seconds from there to its end."""
         self.spent.update(dict.fromkeys(PARTS, 0.0))
         begun = time.perf_counter()
@@ -138,18 +138,18 @@ class Bench:
         self._until(lambda: not self.engine.has_work)
         return request, first - begun, time.perf_counter() - first
 
-    def rest(self) -> None:
+    def flush(self) -> None:
         """Wait until everything is stored in the tiers."""
         if isinstance(self.connector, TieredConnector):
             while self.connector._spiller.flush() or self.connector.busy:
                 self.connector.wait(0.005)
                 self.connector.poll()
 
-    def push_out(self, prompt: list[int]) -> None:
+    def evict_prefix(self, prompt: list[int]) -> None:
         """Evict everything from the device, then compute this prompt there and store it in the tiers."""
         self.kv.tree.evict(self.kv.num_total)
-        self.ask(prompt)
-        self.rest()
+        self.run_request(prompt)
+        self.flush()
 
     def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -207,15 +207,15 @@ def measure(source: str, tokens: int, block_size: int, repeats: int, disk: bool)
         def prompt(prefix: list[int]) -> list[int]:
             return prefix + [rng.randrange(config.vocab_size) for _ in range(TAIL)]
 
-        bench.ask(prompt(prefix))
-        bench.rest()
+        bench.run_request(prompt(prefix))
+        bench.flush()
         found = []
         gc.collect()
         for _ in range(repeats):
             if source == "host":
-                bench.push_out(prompt(other))
-            request, first, end = bench.ask(prompt(prefix))
-            bench.rest()
+                bench.evict_prefix(prompt(other))
+            request, first, end = bench.run_request(prompt(prefix))
+            bench.flush()
             assert request.sources is not None
             assert getattr(request.sources, source) == tokens // block_size * block_size, request.sources
             found.append((first, end, bench.cpu))

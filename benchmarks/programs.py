@@ -49,7 +49,7 @@ class Served:
         JsonServer(self.url, {}).post("/reset_prefix_cache", {})
 
 
-def asked(llm: LLM | Served) -> LLM | str:
+def connection_of(llm: LLM | Served) -> LLM | str:
     return llm.url if isinstance(llm, Served) else llm
 
 
@@ -67,21 +67,21 @@ def serving(model: str | None, flags: dict[str, Any], http: bool) -> Iterator[LL
 
 def measured(llm: LLM | Served, work: Callable[[], Any]) -> tuple[Any, float]:
     llm.reset_prefix_cache()
-    backend_of(asked(llm)).gate.forget()
+    backend_of(connection_of(llm)).gate.forget()
     begun = time.perf_counter()
     result = work()
     return result, time.perf_counter() - begun
 
 
 def as_program(llm: LLM | Served, example: Any) -> dict[str, Any]:
-    backend = RecordingBackend(backend_of(asked(llm)))
+    backend = RecordingBackend(backend_of(connection_of(llm)))
     result, seconds = measured(llm, lambda: example.run(backend))
-    return row(result, seconds, backend.counts, len(backend.asked)) | {
-        "findable": findable(backend.asked, backend.gate.block_size)}
+    return row(result, seconds, backend.counts, len(backend.requests)) | {
+        "findable": findable(backend.requests, backend.gate.block_size)}
 
 
 def by_hand(llm: LLM | Served, example: Any, concurrent: bool) -> dict[str, Any]:
-    calls = Calls(asked(llm), concurrent)
+    calls = Calls(connection_of(llm), concurrent)
     result, seconds = measured(llm, lambda: example.by_hand(calls))
     return row(result, seconds, calls.counts, calls.requests)
 
@@ -116,10 +116,10 @@ def main() -> None:
                 runs = [work(llm, EXAMPLES[name]) for _ in range(given.runs)]
                 found[arm] = runs[-1] | {"seconds": statistics.median(run["seconds"] for run in runs),
                                          "all_seconds": [run["seconds"] for run in runs]}
-            oracle, said = found["program"]["findable"], found["program"]["result"]
+            oracle, expected = found["program"]["findable"], found["program"]["result"]
             for arm, one in found.items():
                 one["of_oracle"] = one["device"] / oracle if arm == "program" and oracle else None
-                one["same_text"] = one.pop("result") == said
+                one["same_text"] = one.pop("result") == expected
                 share = "" if one["of_oracle"] is None else f"{one['of_oracle']:.1%}"
                 print(f"{name:16} {arm:17} {one['requests']:8} {one['prompt_tokens']:7} {one['computed']:8} "
                       f"{one['hit_rate']:8.1%} {share:>9} {one['seconds']:8.2f} {one['same_text']!s:>9}", flush=True)

@@ -108,9 +108,9 @@ def main(only: tuple[str, ...], repeats: int, output: str | None, one: bool) -> 
         command = [sys.executable, __file__, "--one", "--only", name, "--repeats", str(repeats)]
         try:
             ran = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
-            told = next((line for line in ran.stdout.splitlines() if line.startswith("FOUND ")), None)
+            report = next((line for line in ran.stdout.splitlines() if line.startswith("FOUND ")), None)
             failed = {"error": (ran.stdout + ran.stderr)[-2000:]}
-            found[name] = json.loads(told.removeprefix("FOUND ")) if told else failed
+            found[name] = json.loads(report.removeprefix("FOUND ")) if report else failed
             if name in IN_24GB:
                 print(ran.stdout, flush=True)
         except subprocess.TimeoutExpired as late:

@@ -78,11 +78,11 @@ def tenants(arguments: argparse.Namespace, draw: random.Random) -> list[Request]
         return [1000 + (start * 7919 + place * 104_729) % 40_000 for place in range(tokens)]
 
     prefixes = [text(arguments.prefix) for _ in range(arguments.tenants)]
-    asked = [tenant for tenant in range(arguments.tenants) for _ in range(arguments.users)]
-    draw.shuffle(asked)
-    times = arrivals(len(asked), arguments.rate, draw)
+    order = [tenant for tenant in range(arguments.tenants) for _ in range(arguments.users)]
+    draw.shuffle(order)
+    times = arrivals(len(order), arguments.rate, draw)
     return [Request(at, prefixes[tenant] + text(arguments.question), arguments.output)
-            for at, tenant in zip(times, asked, strict=True)]
+            for at, tenant in zip(times, order, strict=True)]
 
 
 def no_reuse(arguments: argparse.Namespace, draw: random.Random) -> list[Request]:
@@ -339,11 +339,11 @@ async def measure(arguments: argparse.Namespace, servers: Sequence[ServerProcess
     """Measure the parts that need a fleet, one after another."""
     draw = random.Random(7)
     await warm(routers, no_reuse(arguments, draw)[:arguments.warm])
-    asked = tenants(arguments, draw)
+    requests = tenants(arguments, draw)
     ratios = result.setdefault("ratios", {})
     if "tenants" in arguments.parts:
-        best = ceiling(asked)
-        both = await compare(servers, routers, asked, arguments.repeats)
+        best = ceiling(requests)
+        both = await compare(servers, routers, requests, arguments.repeats)
         result["tenants"] = {**both, "ceiling": best}
         ratios["tenants"] = shown("tenants", both, best)
     unique = no_reuse(arguments, draw)

@@ -50,14 +50,14 @@ def fleet(replicas: int, draw: random.Random) -> tuple[Fleet, list[Prompt]]:
     for place in range(replicas):
         replica = made.add(f"replica-{place}", "space")
         replica.ready = True
-        made.follow(replica, "space", Mirror(made.index, place))
+        made.follow(replica, "space", Mirror(made.prefix_index, place))
         replica.update(ReplicaReport(6e-5, {CPU: 1e-4}, 256, HELD + 20_000, HELD))
         for number, prefix in enumerate(prefixes):
             if number % replicas == place:
-                made.index.store(place, GPU, prefix)
+                made.prefix_index.store(place, GPU, prefix)
             elif number % 3 == 0:  # in host memory on some other replicas
-                made.index.store(place, CPU, prefix)
-        made.index.store(place, GPU, [draw.getrandbits(64) for _ in range(HELD)])
+                made.prefix_index.store(place, CPU, prefix)
+        made.prefix_index.store(place, GPU, [draw.getrandbits(64) for _ in range(HELD)])
     owns = [tuple(draw.getrandbits(64) for _ in range(OWN)) for _ in range(2000)]
     prompts = [Prompt((PREFIX + OWN) * BLOCK, {"space": Keys(draw.choice(prefixes) + own, BLOCK)}) for own in owns]
     return made, prompts
@@ -107,15 +107,15 @@ class Answers(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
-        self._heard = b""
+        self._buffer = b""
 
     def data_received(self, data: bytes) -> None:
-        self._heard += data
-        head, end, body = self._heard.partition(b"\r\n\r\n")
+        self._buffer += data
+        head, end, body = self._buffer.partition(b"\r\n\r\n")
         length = re.search(rb"content-length: (\d+)", head, re.I)
         if not end or len(body) < (int(length[1]) if length else 0):
             return
-        self._heard = b""
+        self._buffer = b""
         path = head.split(b" ", 2)[1]
         status, answer = (200, ANSWER) if path.startswith((b"/v1", b"/health")) else (404, b"{}")
         self._transport.write(b"HTTP/1.1 %d OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (

@@ -42,7 +42,7 @@ with LLM(**json.loads(sys.argv[1])) as llm:
                       "weights": llm.plan.weight_bytes}), flush=True)
     sys.stdin.read()
 """
-PATIENCE = 300.0
+READY_SECONDS = 300.0
 
 
 class Engine:
@@ -57,15 +57,15 @@ class Engine:
 
     def ready(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        timer = threading.Timer(PATIENCE, self.process.kill)
+        timer = threading.Timer(READY_SECONDS, self.process.kill)
         timer.start()
         line = self.process.stdout.readline()
         timer.cancel()
         self.seconds = time.monotonic() - self.started
         if not line:
             raise SystemExit("an engine did not start; its log says why")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        report: dict[str, Any] = json.loads(line)
+        return report
 
     def processes(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -89,10 +89,10 @@ class Watch:
         self.peak = 0
         self._engines = engines
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while not self._stop.wait(0.05):
             self.peak = max(self.peak, sum(_memory(process) for engine in self._engines
                                            for process in engine.processes()))
@@ -114,14 +114,14 @@ def _memory(process: psutil.Process) -> int:
 
 def _read(engines: Sequence[Engine]) -> tuple[int, int]:
     """Return the bytes that processes have read, and those of them that came from the disk."""
-    asked = stored = 0
+    requested_bytes = stored = 0
     for engine in engines:
         for process in engine.processes():
             with contextlib.suppress(psutil.Error):
                 counters = process.io_counters()
-                asked += counters.read_chars
+                requested_bytes += counters.read_chars
                 stored += counters.read_bytes
-    return asked, stored
+    return requested_bytes, stored
 
 
 def write_checkpoint(folder: Path) -> int:
@@ -151,16 +151,16 @@ def loaded(all_flags: Sequence[dict[str, Any]], log: Path) -> Iterator[dict[str,
     engines: list[Engine] = []
     watch = Watch(engines)
     try:
-        told = []
+        reports = []
         for flags in all_flags:
             engines.append(Engine(flags, log))
-            told.append(engines[-1].ready())
-        asked, stored = _read(engines)
+            reports.append(engines[-1].ready())
+        requested_bytes, stored = _read(engines)
         time.sleep(0.2)
         now = sum(_memory(process) for engine in engines for process in engine.processes())
-        assert all(each["tokens"] == told[0]["tokens"] for each in told)
-        yield {"seconds": [engine.seconds for engine in engines], "asked_bytes": asked, "disk_bytes": stored,
-               "memory_bytes": now, "peak_bytes": watch.stop(), "told": told,
+        assert all(each["tokens"] == reports[0]["tokens"] for each in reports)
+        yield {"seconds": [engine.seconds for engine in engines], "asked_bytes": requested_bytes, "disk_bytes": stored,
+               "memory_bytes": now, "peak_bytes": watch.stop(), "told": reports,
                "processes": sum(len(engine.processes()) for engine in engines)}
     finally:
         watch.stop()
@@ -179,8 +179,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for ranks in arguments.ranks:
             forget(folder)
             with loaded([{**flags, "tensor_parallel_size": ranks}], folder / "log") as found:
-                (told,) = found["told"]
-                found["planned_bytes"] = ranks * told["planned"]
+                (report,) = found["told"]
+                found["planned_bytes"] = ranks * report["planned"]
                 result["ranks"][str(ranks)] = _shares(found, nbytes)
         budget = {**flags, "gpu_memory": arguments.gpu_memory, "weights": "sequential"}
         budget.pop("num_gpu_blocks_override")

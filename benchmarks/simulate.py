@@ -40,11 +40,11 @@ SETTINGS = ((1, "predicted"), (2, "predicted"), (2, "round-robin"))
 def tenants(arguments: argparse.Namespace, draw: random.Random, replicas: int) -> list[Request]:
     """Return the requests of tenants with a long prefix each, whose users send them in random order."""
     prefixes = [_text(draw, arguments.prefix) for _ in range(arguments.tenants)]
-    asked = [tenant for tenant in range(arguments.tenants) for _ in range(arguments.users)]
-    draw.shuffle(asked)
-    times = arrivals(len(asked), replicas * arguments.rate, draw)
+    order = [tenant for tenant in range(arguments.tenants) for _ in range(arguments.users)]
+    draw.shuffle(order)
+    times = arrivals(len(order), replicas * arguments.rate, draw)
     return [Request(at, prefixes[tenant] + _text(draw, arguments.question), arguments.output)
-            for at, tenant in zip(times, asked, strict=True)]
+            for at, tenant in zip(times, order, strict=True)]
 
 
 def no_reuse(arguments: argparse.Namespace, draw: random.Random, replicas: int) -> list[Request]:

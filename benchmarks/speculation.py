@@ -73,7 +73,7 @@ def prompts(llm: LLM, workload: str, count: int, turn: int) -> list[list[int]]:
     tokenizer = llm.tokenizer
     assert tokenizer is not None, "the workloads are texts"
     chosen = [texts[(turn * count + i) % len(texts)] for i in range(count)]
-    chats = [tokenizer.apply_chat_template([{"role": "user", "content": asked}]) for asked in chosen]
+    chats = [tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in chosen]
     return [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
 
 
@@ -87,13 +87,13 @@ class Run:
     verify_seconds: float
 
 
-def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tuple[list[list[int]], Run]:
+def run(llm: LLM, prompt_ids: list[list[int]], length: int, temperature: float) -> tuple[list[list[int]], Run]:
     """Return the tokens, and the measurements of the run."""
     llm.reset_prefix_cache()
     params = [SamplingParams(temperature=temperature, seed=index, max_tokens=length, ignore_eos=True)
-              for index in range(len(asked))]
+              for index in range(len(prompt_ids))]
     before, begun = llm.stats(), time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": one} for one in asked], params, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": one} for one in prompt_ids], params, use_tqdm=False)
     seconds, after = time.perf_counter() - begun, llm.stats()
     drafts = sum((output.drafts for output in outputs), DraftCounts())
     was, now = before.speculation or SpeculationStats(), after.speculation or SpeculationStats()
@@ -159,13 +159,13 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
             for llm in engines.values():
                 run(llm, prompts(llm, workload, requests, -1), 8, temperature)
             for repeat in range(repeats):
-                asked, expected = prompts(engines["plain"], workload, requests, repeat), None
+                prompt_ids, expected = prompts(engines["plain"], workload, requests, repeat), None
                 order = list(engines)[repeat % len(engines):] + list(engines)[:repeat % len(engines)]
                 for name in order:
                     heat = max(temperature, 1.0) if workload == "random" else temperature
-                    said, measured = run(engines[name], asked, length, heat)
-                    expected = expected or said
-                    if simulate is None and said != expected:
+                    answers, measured = run(engines[name], prompt_ids, length, heat)
+                    expected = expected or answers
+                    if simulate is None and answers != expected:
                         raise click.ClickException(f"{name} gave different tokens than the others on '{workload}'")
                     found[name].append(measured)
             results += [summary(workload, name, runs, found["plain"], requests * length, simulate is not None)

@@ -37,7 +37,7 @@ from spillover.bench.statistics import Ratio, paired_ratio
 from spillover.bench.workloads.arrivals import Arrivals
 from spillover.engine.output.outputs import RequestOutput
 
-PROMISE = 0.97
+MIN_SPEED = 0.97
 _SMALL = {"vocab_size": 32000, "hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
           "rms_norm_eps": 1e-6, "rope_theta": 1000000, "max_position_embeddings": 2048, "hidden_act": "silu",
           "torch_dtype": "float32", "eos_token_id": 2, "tie_word_embeddings": True}
@@ -97,9 +97,9 @@ def prompts(llm: LLM, text: str, count: int, turn: int, chats: bool) -> list[lis
         return [[rng.randrange(100, 5000) for _ in range(48)] for _ in range(count)]
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    asked = [f"{rng.choice(ORDINARY)} ({rng.randrange(1000)})" for _ in range(count)]
+    prompt_ids = [f"{rng.choice(ORDINARY)} ({rng.randrange(1000)})" for _ in range(count)]
     return [tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": one}]),
-                             add_special_tokens=False) for one in asked]
+                             add_special_tokens=False) for one in prompt_ids]
 
 
 def params(text: str, count: int, length: int, turn: int) -> list[SamplingParams]:
@@ -111,15 +111,16 @@ def params(text: str, count: int, length: int, turn: int) -> list[SamplingParams
                            logit_bias=bias, max_tokens=length, ignore_eos=True) for index in range(count)]
 
 
-def measure(llm: LLM, asked: Sequence[list[int]], how: Sequence[SamplingParams], times: Sequence[float] | None) -> Run:
+def measure(llm: LLM, prompt_ids: Sequence[list[int]], how: Sequence[SamplingParams],
+            times: Sequence[float] | None) -> Run:
     """Send requests, all at once or at their times; return the measurements."""
     llm.reset_prefix_cache()
     cpu, begun = time.process_time(), time.perf_counter()
     if times is None:
-        outputs = llm.generate([{"prompt_token_ids": one} for one in asked], list(how), use_tqdm=False)
+        outputs = llm.generate([{"prompt_token_ids": one} for one in prompt_ids], list(how), use_tqdm=False)
         seconds = time.perf_counter() - begun
     else:
-        outputs, latencies = _open_loop(llm, asked, how, times, begun)
+        outputs, latencies = _open_loop(llm, prompt_ids, how, times, begun)
         seconds = sum(latencies) / len(latencies)
     used = time.process_time() - cpu
     gaps = [one.timings.decode / max(1, len(one.outputs[0].token_ids) - 1) for one in outputs
@@ -127,17 +128,17 @@ def measure(llm: LLM, asked: Sequence[list[int]], how: Sequence[SamplingParams],
     return Run(seconds, used, sum(gaps) / len(gaps), outputs)
 
 
-def _open_loop(llm: LLM, asked: Sequence[list[int]], how: Sequence[SamplingParams], times: Sequence[float],
+def _open_loop(llm: LLM, prompt_ids: Sequence[list[int]], how: Sequence[SamplingParams], times: Sequence[float],
                begun: float) -> tuple[list[RequestOutput], list[float]]:
-    outputs: list[RequestOutput | None] = [None] * len(asked)
-    latencies = [0.0] * len(asked)
+    outputs: list[RequestOutput | None] = [None] * len(prompt_ids)
+    latencies = [0.0] * len(prompt_ids)
 
     def request(index: int) -> None:
         time.sleep(max(0.0, begun + times[index] - time.perf_counter()))
-        outputs[index] = llm.generate([{"prompt_token_ids": asked[index]}], how[index], use_tqdm=False)[0]
+        outputs[index] = llm.generate([{"prompt_token_ids": prompt_ids[index]}], how[index], use_tqdm=False)[0]
         latencies[index] = time.perf_counter() - begun - times[index]
 
-    threads = [threading.Thread(target=request, args=(index,)) for index in range(len(asked))]
+    threads = [threading.Thread(target=request, args=(index,)) for index in range(len(prompt_ids))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -169,7 +170,7 @@ def main(models: tuple[str, ...], texts: tuple[str, ...], loads: tuple[str, ...]
          gpu_memory: str | None, seqs: int, requests: int, length: int, repeats: int, output: Path | None) -> None:
     cells: list[Cell] = []
     settings = {"models": models, "method": method, "device": device, "seqs": seqs, "requests": requests,
-                "length": length, "repeats": repeats, "promise": PROMISE}
+                "length": length, "repeats": repeats, "promise": MIN_SPEED}
     for model in models:
         flags: dict[str, Any] = {"device": device, "gpu_memory": gpu_memory, "max_model_len": 1024,
                                  "max_num_seqs": seqs}
@@ -186,7 +187,7 @@ def main(models: tuple[str, ...], texts: tuple[str, ...], loads: tuple[str, ...]
                 if output is not None:  # so that an interrupted run leaves results
                     output.write_text(json.dumps(result(cells, settings), indent=2) + "\n")
     for name, cell in worst(cells).items():
-        click.echo(f"worst {name}, {verdict(cell.ratios()[name])} {PROMISE}: {describe(cell)}")
+        click.echo(f"worst {name}, {verdict(cell.ratios()[name])} {MIN_SPEED}: {describe(cell)}")
 
 
 def worst(cells: Sequence[Cell]) -> dict[str, Cell]:
@@ -197,7 +198,7 @@ def worst(cells: Sequence[Cell]) -> dict[str, Cell]:
 def result(cells: Sequence[Cell], settings: dict[str, Any]) -> dict[str, Any]:
     return {"settings": settings, **origin(),
             "worst": {name: {"model": cell.model, "text": cell.text, "load": cell.load,
-                             "verdict": f"{verdict(cell.ratios()[name])} {PROMISE}",
+                             "verdict": f"{verdict(cell.ratios()[name])} {MIN_SPEED}",
                              **cell.ratios()[name].as_dict()} for name, cell in worst(cells).items()},
             "cells": [cell.as_dict() for cell in cells]}
 
@@ -216,8 +217,8 @@ def _capacity(engines: dict[str, LLM], seqs: int, length: int) -> float:
     rates = []
     for turn in range(2):
         for way, llm in engines.items():
-            asked = prompts(llm, "random", seqs, -1 - turn, False)
-            run = measure(llm, asked, params("random", seqs, length, -1 - turn), None)
+            prompt_ids = prompts(llm, "random", seqs, -1 - turn, False)
+            run = measure(llm, prompt_ids, params("random", seqs, length, -1 - turn), None)
             rates += [seqs * length / run.seconds] if way == "plain" else []
     return max(rates)
 
@@ -233,13 +234,13 @@ def measured(engines: dict[str, LLM], cells: Sequence[Cell], capacity: float, re
                 count = int(cell.load.removeprefix("batch:"))
             else:
                 times = arrival_times(float(cell.load), capacity, length, count, turn)
-            asked = prompts(plain, cell.text, count, 100 * turn + place, plain.tokenizer is not None)
-            how, said = params(cell.text, count, length, 100 * turn + place), []
+            prompt_ids = prompts(plain, cell.text, count, 100 * turn + place, plain.tokenizer is not None)
+            how, answers = params(cell.text, count, length, 100 * turn + place), []
             for way in order:
-                run = measure(engines[way], asked, how, times)
+                run = measure(engines[way], prompt_ids, how, times)
                 cell.add(way, run)
-                said.append([tuple(one.outputs[0].token_ids) for one in run.outputs])
-            if said[0] != said[1]:
+                answers.append([tuple(one.outputs[0].token_ids) for one in run.outputs])
+            if answers[0] != answers[1]:
                 raise click.ClickException(f"the texts differ with and without speculation: {cell.model}, {cell.text}, "
                                            f"{cell.load}")
     return cells
@@ -247,9 +248,9 @@ def measured(engines: dict[str, LLM], cells: Sequence[Cell], capacity: float, re
 
 def verdict(ratio: Ratio) -> str:
     """Return how a ratio's interval compares with the promise; on a machine with other work it is rarely decided."""
-    if ratio.low is None or ratio.high is None or ratio.low < PROMISE <= ratio.high:
+    if ratio.low is None or ratio.high is None or ratio.low < MIN_SPEED <= ratio.high:
         return "undecided about"
-    return "not below" if ratio.low >= PROMISE else "below"
+    return "not below" if ratio.low >= MIN_SPEED else "below"
 
 
 def describe(cell: Cell) -> str:

@@ -67,12 +67,12 @@ def observed(rotated: bool) -> Iterator[Errors]:
     """Measure the error of every float32 block that is encoded in this context, with or without int4's rotation."""
     errors, encode = Errors(), KVCodec.encode
 
-    def encode_and_look(codec: KVCodec, block: memoryview, slot: memoryview) -> None:
+    def encode_and_record(codec: KVCodec, block: memoryview, slot: memoryview) -> None:
         encode(codec, block, slot)
         if codec.pool_dtype == "auto":
             errors.add(codec, block)
 
-    with patch.object(KVCodec, "encode", encode_and_look):
+    with patch.object(KVCodec, "encode", encode_and_record):
         if rotated:
             yield errors
             return

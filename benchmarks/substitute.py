@@ -42,13 +42,13 @@ def speed(llm: LLM, prompt: int, length: int, repeats: int) -> list[float]:
     """Return the tokens per second of decoding, one request after another."""
     found = []
     for repeat in range(repeats + 1):
-        asked = [[1 + (7 * index + repeat) % 1000 for index in range(prompt)]]
+        prompt_ids = [[1 + (7 * index + repeat) % 1000 for index in range(prompt)]]
         begun = time.perf_counter()
-        run(llm, asked, [1], 0.0)
+        run(llm, prompt_ids, [1], 0.0)
         first = time.perf_counter() - begun
         llm.reset_prefix_cache()
         begun = time.perf_counter()
-        run(llm, asked, [length], 0.0)
+        run(llm, prompt_ids, [length], 0.0)
         found.append((length - 1) / (time.perf_counter() - begun - first))
         llm.reset_prefix_cache()
     return found[1:]  # the first compiles and captures

@@ -29,7 +29,7 @@ KINDS = 60  # number of different requests, from which callers choose
 LEAVE_SECONDS = 30.0  # maximum time until abandoned requests have ended
 
 
-class LeftInAHurryError(Exception):
+class AbandonedError(Exception):
     """Raised by a caller while it reads its own answer."""
 
 
@@ -93,9 +93,9 @@ def drive_threads(llm: LLM, cases: list[Case], threads: int, requests: int, seed
 
     def failed(rng: random.Random) -> int:
         case = rng.choice(cases)
-        with suppress(LeftInAHurryError):
+        with suppress(AbandonedError):
             for _ in llm.stream(case.prompt, case.params):
-                raise LeftInAHurryError
+                raise AbandonedError
         return 1
 
     def looked(rng: random.Random) -> int:

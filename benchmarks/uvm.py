@@ -102,11 +102,11 @@ def fill(weights: ManagedWeights, rng: random.Random) -> None:
     experts = [(index, unit) for index, part in enumerate(weights._parts) for unit in range(1, len(part.pages))]
     rng.shuffle(experts)
     for start in range(0, len(experts), 32):
-        if weights.nbytes > 0.95 * weights._residency.room:
+        if weights.nbytes > 0.95 * weights._residency.capacity:
             break
         change = weights._residency.use(experts[start : start + 32])
         assert change is not None
-        weights._move(change, bring=True, ahead=False)
+        weights._move(change, fetch=True, ahead=False)
     torch.cuda.synchronize()
 
 

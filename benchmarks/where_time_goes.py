@@ -101,7 +101,7 @@ def whole(llm: LLM, load: Load, limits: RooflineLimits) -> dict[str, Any]:
 
 
 def _summary(steps: Sequence[HostStep], limits: RooflineLimits) -> dict[str, float]:
-    seconds, least = sum(step.whole for step in steps), sum(limits.step(step.batch).seconds for step in steps)
+    seconds, least = sum(step.total_seconds for step in steps), sum(limits.step(step.batch).seconds for step in steps)
     return {"steps": len(steps), "tokens": sum(step.num_tokens for step in steps), "seconds": seconds,
             "limit_seconds": least, "percent_of_limit": 100 * least / seconds}
 

@@ -21,7 +21,7 @@ class Calls:
     """Plain requests to an LLM or a URL, with counts of the sources of their prompt tokens."""
 
     def __init__(self, backend: LLM | str, concurrent: bool = True) -> None:
-        """Send requests to an LLM or a URL. `concurrent`: whether `each` sends its requests concurrently."""
+        """Send requests to an LLM or a URL. `concurrent`: whether `map` sends its requests concurrently."""
         self._llm = backend if isinstance(backend, LLM) else None
         self._server = JsonServer(backend, {"X-Spillover-Timings": "1"}, 600) if isinstance(backend, str) else None
         self._concurrent = concurrent
@@ -39,7 +39,7 @@ class Calls:
             return self._text(self._llm.chat(list(messages), SamplingParams(**options), False)[0])
         return str(self._post("/v1/chat/completions", {"messages": list(messages), **options})["message"]["content"])
 
-    def each(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    def map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """Return the result of `work` for each item, computed concurrently or one after another."""
         if not self._concurrent:
             return [work(item) for item in items]
@@ -54,8 +54,8 @@ class Calls:
         assert self._server is not None
         constraint = body.pop("structured_outputs", None)
         answer = self._server.post(path, {**body, **({"structured_outputs": constraint} if constraint else {})})
-        told = answer.get("timings") or [{"tokens": {"computed": answer["usage"]["prompt_tokens"]}}]
-        self._count(TokenCounts(**told[0]["tokens"]))
+        timings = answer.get("timings") or [{"tokens": {"computed": answer["usage"]["prompt_tokens"]}}]
+        self._count(TokenCounts(**timings[0]["tokens"]))
         choice: dict[str, Any] = answer["choices"][0]
         return choice
 

@@ -28,8 +28,8 @@ def run(backend: object) -> list[str]:
 
 
 def by_hand(calls: Calls) -> list[str]:
-    return calls.each(lambda question: calls.complete(f"{SHOTS}Question: {question}\nAnswer:", temperature=0,
-                                                      max_tokens=24, stop=["\n"]), QUESTIONS)
+    return calls.map(lambda question: calls.complete(f"{SHOTS}Question: {question}\nAnswer:", temperature=0,
+                                                     max_tokens=24, stop=["\n"]), QUESTIONS)
 
 
 if __name__ == "__main__":

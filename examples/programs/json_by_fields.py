@@ -22,7 +22,7 @@ FIELDS = {"ship": "[A-Z][a-z]+", "tons": "[0-9]{4}", "built": "1[0-9]{3}", "capt
           "men": "[0-9]{2}", "crates": "[0-9]{3}", "dues": "[0-9]{2}", "sickness": "yes|no"}
 
 
-def asked(field: str) -> str:
+def field_prompt(field: str) -> str:
     return f"\nThe report as JSON, with one field only.\n{{\"{field}\": \""
 
 
@@ -31,7 +31,7 @@ def json_by_fields(s: State) -> dict[str, str]:
     s += DOCUMENT
     branches = s.fork(list(FIELDS))
     for branch, (field, form) in zip(branches, FIELDS.items(), strict=True):
-        branch += asked(field) + gen("value", regex=form)
+        branch += field_prompt(field) + gen("value", regex=form)
     return {branch.name: branch["value"] for branch in branches}
 
 
@@ -41,8 +41,8 @@ def run(backend: object) -> dict[str, str]:
 
 
 def by_hand(calls: Calls) -> dict[str, str]:
-    values = calls.each(lambda item: calls.complete(DOCUMENT + asked(item[0]), temperature=0, max_tokens=16,
-                                                    structured_outputs={"regex": item[1]}), FIELDS.items())
+    values = calls.map(lambda item: calls.complete(DOCUMENT + field_prompt(item[0]), temperature=0, max_tokens=16,
+                                                   structured_outputs={"regex": item[1]}), FIELDS.items())
     return dict(zip(FIELDS, values, strict=True))
 
 

@@ -41,7 +41,7 @@ def by_hand(calls: Calls) -> list[list[str]]:
             messages.append({"role": "assistant", "content": answers[-1]})
         return answers
 
-    return calls.each(talk, TOPICS)
+    return calls.map(talk, TOPICS)
 
 
 if __name__ == "__main__":

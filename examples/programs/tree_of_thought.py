@@ -58,9 +58,9 @@ def by_hand(calls: Calls) -> list[tuple[str, str]]:
             mark = calls.chat(messages, temperature=0, max_tokens=40, structured_outputs={"regex": "I give it [0-9]"})
             return mark[-1:], work
 
-        return calls.each(version, range(VERSIONS))
+        return calls.map(version, range(VERSIONS))
 
-    return [leaf for leaves in calls.each(plan, range(PLANS)) for leaf in leaves]
+    return [leaf for leaves in calls.map(plan, range(PLANS)) for leaf in leaves]
 
 
 if __name__ == "__main__":

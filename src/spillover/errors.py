@@ -62,7 +62,7 @@ class QueueFull(SpilloverError):  # noqa: N818
         self.retry_after = retry_after
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return the repr of a value that was read from a file, shortened to 80 characters for error messages."""
     try:
         text = repr(value)

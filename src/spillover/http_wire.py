@@ -30,20 +30,20 @@ class BrokenOff(ConnectionError):  # noqa: N818
 
 
 class Wire(asyncio.Protocol):
-    """An open connection. Call `send` and wait for `headed`; then read every `piece`, or wait for `ended` if a sink
-    receives them."""
+    """An open connection. Call `send` and wait for `head_received`; then read every `piece`, or wait for `ended` if a
+    sink receives them."""
 
-    headed: asyncio.Future[None]
+    head_received: asyncio.Future[None]
     ended: asyncio.Future[None]
 
     def __init__(self) -> None:
         self.lost = False
-        self.heard = False  # whether any byte of the current response has arrived
-        self.given_up = False  # whether the caller no longer waits for the response
+        self.any_received = False  # whether any byte of the current response has arrived
+        self.abandoned = False  # whether the caller no longer waits for the response
         self.complete = True
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []  # response headers, names in lower case
-        self.latest = 0.0  # time.perf_counter() when the last bytes arrived, or when the request was sent
+        self.last_activity = 0.0  # time.perf_counter() when the last bytes arrived, or when the request was sent
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._choose: Callable[[], Sink] | None = None
@@ -57,14 +57,14 @@ class Wire(asyncio.Protocol):
 
     def send(self, message: bytes, choose: Callable[[], Sink] | None = None) -> None:
         """Send a request. `choose` is called when the response head has arrived and returns the sink for the body."""
-        self.heard = self.complete = self._keep = self._until_end = False
+        self.any_received = self.complete = self._keep = self._until_end = False
         self.status, self.headers, self._error, self._held = 0, [], None, 0
         self._choose, self._sink = choose, None
         self._pieces.clear()
         loop = asyncio.get_running_loop()
-        self.headed, self.ended = loop.create_future(), loop.create_future()
+        self.head_received, self.ended = loop.create_future(), loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
-        self.latest = time.perf_counter()
+        self.last_activity = time.perf_counter()
         if self.lost or self._transport is None:
             self._fail(NoAnswer("the connection was closed"))
             return
@@ -109,15 +109,15 @@ class Wire(asyncio.Protocol):
         self._keep = True
 
     def data_received(self, data: bytes) -> None:
-        self.latest = time.perf_counter()
+        self.last_activity = time.perf_counter()
         if self._parser is None or self.complete:
             self.abort()  # the server sent data without a request
             return
-        self.heard = True
+        self.any_received = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail((BrokenOff if self.headed.done() else NoAnswer)(f"the answer is not HTTP: {error}"))
+            self._fail((BrokenOff if self.head_received.done() else NoAnswer)(f"the answer is not HTTP: {error}"))
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -126,7 +126,7 @@ class Wire(asyncio.Protocol):
             return
         if self._until_end and error is None:
             self.on_message_complete()
-        elif self.headed.done():
+        elif self.head_received.done():
             self._fail(BrokenOff("the server closed the connection in the middle of an answer"))
         else:
             self._fail(NoAnswer("the server closed the connection without an answer"))
@@ -146,14 +146,14 @@ class Wire(asyncio.Protocol):
             return
         names = dict(self.headers)
         self._until_end = b"content-length" not in names and b"chunked" not in names.get(b"transfer-encoding", b"")
-        if not self.headed.done():
-            self.headed.set_result(None)
+        if not self.head_received.done():
+            self.head_received.set_result(None)
         if self._choose is not None:
             self._sink = self._choose()
 
     def on_body(self, body: bytes) -> None:
         if self._sink is not None:
-            self._sink(self.latest, body)
+            self._sink(self.last_activity, body)
             return
         self._pieces.append(body)
         self._held += len(body)
@@ -173,7 +173,7 @@ class Wire(asyncio.Protocol):
 
     def _fail(self, error: Exception) -> None:
         self._error = error
-        for future in (self.headed, self.ended):
+        for future in (self.head_received, self.ended):
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # marks the exception as retrieved: the future may have no waiter

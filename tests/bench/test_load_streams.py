@@ -97,7 +97,7 @@ def test_tokens_without_text_are_an_answer(mock: MockServer) -> None:
 
 @pytest.mark.parametrize(("how", "said"), [
     ({"fail_at": 3}, "as asked"),
-    ({"drop_at": 3}, "the connection broke in the middle of the answer"),
+    ({"drop_at": 3}, "the connection broke before the answer was complete"),
     ({"status": 500}, "HTTP 500: as asked"),
     ({"status": 429}, "HTTP 429: as asked"),
 ])
@@ -122,7 +122,7 @@ def test_a_stream_without_its_end_is_no_answer(mock: MockServer) -> None:
 def test_a_request_that_takes_too_long_fails(mock: MockServer) -> None:
     request = ServeRequest((1,), 1, 4, extra={"mock": {"ttft": 5.0}})
     run = run_load([request], LoadOptions(mock.url, Arrivals(max_concurrency=1), COMPLETIONS, timeout=0.1))
-    assert run.records[0].error == "no end within 0.1 s"
+    assert run.records[0].error == "not finished within 0.1 s"
 
 
 def test_nobody_there() -> None:
@@ -170,7 +170,7 @@ def test_a_session_ends_with_its_first_failure(mock: MockServer) -> None:
     run = run_load([first, broken, third], LoadOptions(mock.url, Arrivals(max_concurrency=2), COMPLETIONS))
     assert run.records[0].error is None
     assert run.records[1].error == "HTTP 503: as asked"
-    assert (run.records[2].error or "").startswith("not sent, as the turn before failed: HTTP 503")
+    assert (run.records[2].error or "").startswith("not sent, because the previous turn failed: HTTP 503")
 
 
 def test_sessions_take_turns_under_a_limit(mock: MockServer) -> None:
@@ -208,7 +208,7 @@ def test_nothing_is_sent_after_the_time_is_over(mock: MockServer) -> None:
     run = run_load(many, LoadOptions(mock.url, Arrivals(max_concurrency=1), COMPLETIONS, seconds=0.5))
     assert 0 < len(run.records) < 40
     assert run.details["not_sent"] == 200 - len(run.records)
-    assert run.details["stopped"] == "0.5 s were over"
+    assert run.details["stopped"] == "the time limit of 0.5 s was reached"
 
 
 def test_a_rate_is_offered_exactly_in_the_time_there_is(mock: MockServer) -> None:
@@ -255,10 +255,10 @@ def test_a_client_that_does_not_keep_up_says_so() -> None:
         return Share((record,) * 100, (lag,) * 100, (delay,) * 100, busy)
 
     assert health([share()]).saturated is None
-    assert "computed 97% of the time" in (health([share(), share(busy=0.97)]).saturated or "")
+    assert "busy 97% of the time" in (health([share(), share(busy=0.97)]).saturated or "")
     assert "sent 50 ms late" in (health([share(lag=0.05)]).saturated or "")
     assert "answered 30 ms late" in (health([share(delay=0.03)]).saturated or "")
-    assert "other programs held the cores" in (health([share(delay=0.03)]).saturated or "")
+    assert "other programs used the cores" in (health([share(delay=0.03)]).saturated or "")
 
 
 def test_a_rate_opens_no_more_connections_than_it_needs(mock: MockServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_an_event_of_several_lines() -> None:
 def read(*events: Any) -> Answer:
     answer = Answer()
     for at, event in enumerate(events):
-        answer.take(float(at), event if isinstance(event, bytes) else json.dumps(event).encode())
+        answer.add_event(float(at), event if isinstance(event, bytes) else json.dumps(event).encode())
     return answer
 
 
@@ -96,7 +96,7 @@ def test_what_a_server_tells_of_itself() -> None:
     ({"error": {"message": "out of memory", "code": 500}}, "out of memory"),
     ({"error": "plain words"}, "plain words"),
     (b"{half", "a chunk is not JSON"),
-    (b"[1]", "a chunk is no object"),
+    (b"[1]", "a chunk is not an object"),
 ])
 def test_an_error_in_the_middle_of_an_answer(event: Any, said: str) -> None:
     answer = read({"choices": [{"text": "a"}]}, event, b"[DONE]")

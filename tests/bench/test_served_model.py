@@ -82,7 +82,7 @@ def serving(make: str) -> Iterator[str]:
 @pytest.mark.parametrize(("make", "longest"), [("vllm", 256), ("llamacpp", 512)])
 def test_a_server_tells_its_model_and_tokenizes(make: str, longest: int) -> None:
     with serving(make) as url:
-        served = ServedModel.ask(url + "/v1/", api_key="key")
+        served = ServedModel.connect(url + "/v1/", api_key="key")
         assert (served.name, served.max_model_len) == ("tiny", longest)
         tokenizer = served.tokenizer
         assert tokenizer is not None
@@ -102,13 +102,13 @@ def test_the_same_vocabulary_from_every_make_gives_the_same_prompts() -> None:
     prompts = []
     for make in ("vllm", "llamacpp"):
         with serving(make) as url:
-            prompts.append(make_workload(options, ServedModel.ask(url, api_key="key")).requests(2))
+            prompts.append(make_workload(options, ServedModel.connect(url, api_key="key")).requests(2))
     assert prompts[0] == prompts[1]
 
 
 def test_a_server_that_does_not_tokenize_needs_a_tokenizer_for_ids() -> None:
     with serving("none") as url:
-        served = ServedModel.ask(url, model="tiny", api_key="key")
+        served = ServedModel.connect(url, model="tiny", api_key="key")
     assert served.tokenizer is None
     workload = make_workload(WorkloadOptions.from_mapping({"num-prompts": 2, "input-len": 4}), served)
     with pytest.raises(SpilloverError, match="--tokenizer"):
@@ -117,16 +117,16 @@ def test_a_server_that_does_not_tokenize_needs_a_tokenizer_for_ids() -> None:
 
 def test_a_server_that_is_not_up_yet_is_not_one_without_a_tokenizer() -> None:
     with serving("starting") as url, pytest.raises(SpilloverError, match=r"answered 503.*loading"):
-        ServedModel.ask(url, api_key="key")
+        ServedModel.connect(url, api_key="key")
 
 
 def test_what_is_wrong_with_a_server_is_said() -> None:
     with serving("vllm") as url:
         with pytest.raises(SpilloverError, match="serves tiny"):
-            ServedModel.ask(url, model="other", api_key="key")
+            ServedModel.connect(url, model="other", api_key="key")
         with pytest.raises(SpilloverError, match="answered 401"):
-            ServedModel.ask(url)
+            ServedModel.connect(url)
     with pytest.raises(SpilloverError, match="spill serve"):
-        ServedModel.ask(url, api_key="key")
+        ServedModel.connect(url, api_key="key")
     with pytest.raises(SpilloverError, match="--base-url is like"):
-        ServedModel.ask("127.0.0.1:8000")
+        ServedModel.connect("127.0.0.1:8000")

@@ -81,9 +81,9 @@ def test_notes_tell_what_vllm_does_not() -> None:
     notes = "\n".join(a_report().notes())
     for said in ("computed 4 (40.0%), host 6 (60.0%)", "5 of 20 tokens looked up were found (25.0%)",
                  "queue 10.00 ms, prefill 50.00 ms, decode 400.00 ms", "1 x HTTP 500: no",
-                 "1 of 2 answers are not as long as asked", "Objectives met by 33.3%"):
+                 "1 of 2 answers do not have the requested length", "Objectives met by 33.3%"):
         assert said in notes
-    tired = replace(a_run(), client=ClientHealth(saturated="a client process computed 97% of the time"))
+    tired = replace(a_run(), client=ClientHealth(saturated="a client process was busy 97% of the time"))
     assert any(note.startswith("CLIENT SATURATED") for note in Report(tired, ReportOptions()).notes())
 
 

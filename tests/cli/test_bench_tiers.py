@@ -112,7 +112,7 @@ def test_a_server_is_started_for_the_run(model: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("--pool-share", "5%", *CHATS), "give at least --conversations"),
+    (("--pool-share", "5%", *CHATS), "raise --conversations to at least"),
     (("--pool-share", "0"), "--pool-share takes a share such as 10% or 0.1; got '0'"),
     (("--num-gpu-blocks-override", "9"), "--num-gpu-blocks-override is set by the workload"),
     (("--disk", "/nowhere/at/all:1GB", *CHATS), "/nowhere/at/all is not a folder"),

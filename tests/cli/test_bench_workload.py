@@ -42,7 +42,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     (["--dataset-name", "mooncake"], "needs --dataset-path"),
     (["--num-promts", "4"], "did you mean --num-prompts"),
     (["--max-model-len", "100"], "the model takes 100"),
-    (["--base-url", "http://127.0.0.1:9", "--max-model-len", "5"], "leave out --max-model-len"),
+    (["--base-url", "http://127.0.0.1:9", "--max-model-len", "5"], "leave --max-model-len out"),
 ])
 def test_mistakes_are_answered_in_a_sentence(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*args) == 2

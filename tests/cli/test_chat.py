@@ -84,7 +84,7 @@ def test_commands_are_obeyed_and_not_sent() -> None:
                      "never sent")
     assert [len(sent) for sent in llm.sent] == [1, 1, 2]
     assert llm.sent[2][0] == {"role": "system", "content": "be brief"}
-    assert talk.refusals == ["there is no command /nonsense; /help lists those there are",
+    assert talk.refusals == ["there is no command /nonsense; /help lists the commands",
                              "there is no command /retyr; did you mean '/retry'?"]
 
 
@@ -98,7 +98,7 @@ def test_help_lists_every_command() -> None:
 def test_retry_and_undo_take_the_last_message_back() -> None:
     llm = Echo()
     talk = Talk(llm)("/retry", "/undo", "one", "two", "/retry")
-    assert talk.refusals == ["there is no message to take back yet; type one first"] * 2
+    assert talk.refusals == ["there is no message yet to retry or undo; type one first"] * 2
     assert [len(sent) for sent in llm.sent] == [1, 3, 3]
     assert [each["content"] for each in talk.history if each["role"] == "user"] == ["one", "two"]
     talk("/undo", "/undo")
@@ -136,7 +136,7 @@ def test_a_file_that_is_no_conversation_changes_nothing(tmp_path: Path, text: st
     talk = Talk(Echo())("hello", f"/load {file}", "/load", "/save", f"/load {tmp_path / 'absent'}", f"/save {tmp_path}")
     assert len(talk.history) == 2
     assert len(talk.refusals) == 5
-    assert "is no conversation" in talk.refusals[0]
+    assert "is not a conversation" in talk.refusals[0]
 
 
 def test_what_cannot_be_answered_is_told_and_forgotten() -> None:

@@ -89,7 +89,7 @@ def test_a_flag_of_vllms_server_gets_what_to_use_instead(group: click.Group) -> 
     options = {name for param in group.commands["one"].params for name in param.opts} | {"--replicas"}
     for name in vllm_flags._KNOWN:  # none is a flag of ours, and the messages name flags that are
         assert name not in EngineConfig.__dataclass_fields__
-        instead = vllm_flags.instead_of("--" + name.replace("_", "-")) or ""
+        instead = vllm_flags.replacement_for("--" + name.replace("_", "-")) or ""
         assert set(re.findall(r"--[a-z-]+", instead)) <= options, instead
         assert not re.search(r"[a-z]_[a-z]|=", instead), instead
 

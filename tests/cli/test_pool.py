@@ -93,7 +93,7 @@ def test_a_clean_end_leaves_nothing(runtime: Path, served: subprocess.Popen[str]
     assert mapped_pools() == 0
     missing = spill("cache", "ls", "auto")
     assert missing.exit_code == 2
-    assert "nobody serves it; `spill pool serve`" in missing.stderr
+    assert "no process serves it; `spill pool serve`" in missing.stderr
 
 
 def test_refusals_are_one_sentence(runtime: Path, served: subprocess.Popen[str]) -> None:

@@ -50,7 +50,7 @@ def test_a_trace_becomes_a_table_and_json(here: Path) -> None:
 def test_a_trace_that_says_nothing_of_prefixes_has_no_reuse(here: Path) -> None:
     result = run("trace.csv", *QUICK, "--output-json", "out.json")
     assert result.exit_code == 0, result.output
-    assert "does not say which prompts begin alike" in result.output
+    assert "does not say which prompts share a prefix" in result.output
     assert json.loads((here / "out.json").read_text())["results"][0]["hit_rate"] == 0
 
 

@@ -186,4 +186,4 @@ def test_piped_input_is_one_message_or_one_per_line() -> None:
     assert (lines.exit_code, lines.stdout.count("\n")) == (0, 2), lines.stderr
     empty = piped(" \n")
     assert empty.exit_code == 2
-    assert "nothing was piped in" in empty.stderr
+    assert "standard input is empty" in empty.stderr

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spillover.cli.cluster.replicas import check_replicas, own_pool
 from spillover.cli.cluster.router import MODES as OFFERED
 from spillover.cli.cluster.router import check_prefill
-from spillover.cluster.disaggregate import LEAST_BLOCKS, MODES, Mode, split
+from spillover.cluster.disaggregate import MIN_BLOCKS, MODES, Mode, split
 from spillover.cluster.fleet import ROLE_SECONDS, Fleet, Keys, Prompt
 from spillover.cluster.keys import TEXT, prompt_only
 from spillover.cluster.policy import LeastLoad
@@ -57,7 +57,7 @@ def decided(fleet: Fleet, blocks: int, running: tuple[int, ...], mode: Mode) -> 
     if found is not None:
         assert found.decode.replica is decision.replica
         assert found.prefill.replica is not decision.replica
-        assert found.seconds >= 2
+        assert found.timeout >= 2
     return decision.replica.name, None if found is None else found.prefill.replica.name
 
 
@@ -69,7 +69,7 @@ def test_auto_is_apart_only_where_people_wait_less(blocks: int, pool: float, run
     decoder, first = decided(fleet, blocks, (running[0], running[1], running[2]), "auto")
     if first is None:
         return
-    assert blocks >= LEAST_BLOCKS
+    assert blocks >= MIN_BLOCKS
     busy = {f"r{place}": count for place, count in enumerate(running)}
     compute = (blocks * BLOCK + 3) * 1e-3
     assert busy[first] * compute + blocks * pool < busy[decoder] * compute
@@ -80,7 +80,7 @@ def test_a_prompt_goes_away_from_who_decodes_and_stays_where_nobody_does() -> No
     assert decided(fleet, 64, (0, 0), "auto")[1] is None  # no request is delayed
     assert decided(fleet, 64, (0, 0), "always")[1] is not None
     assert decided(fleet, 64, (0, 0), "never")[1] is None
-    assert decided(fleet, LEAST_BLOCKS - 1, (9, 9), "always")[1] is None
+    assert decided(fleet, MIN_BLOCKS - 1, (9, 9), "always")[1] is None
     fleet.replicas[1].draining = True  # it gets no new work, not even prompts
     assert decided(fleet, 64, (9, 1), "always") == ("r0", None)
     fleet.replicas[1].draining = False
@@ -198,19 +198,19 @@ def test_blocks_travel_through_a_pool_between_real_replicas(tmp_path: Path) -> N
 @settings(max_examples=40, deadline=None)
 def test_a_replica_for_prompts_decodes_only_where_all_others_are_far_behind(running: list[int], waiting: int) -> None:
     fleet = fleet_of(3)
-    fleet.replicas[0].for_prompts = True
+    fleet.replicas[0].prefill_role = True
     for replica, count in zip(fleet.replicas, running, strict=True):
         replica.update(ReplicaReport(1e-3, stores=replica.report.stores, running=count,
-                          waiting_tokens=0 if replica.for_prompts else waiting))
+                          waiting_tokens=0 if replica.prefill_role else waiting))
     prompt, decision = _asked(fleet)
     if waiting * 1e-3 <= ROLE_SECONDS:
-        assert not decision.replica.for_prompts
+        assert not decision.replica.prefill_role
         found = split(fleet, prompt, decision, 0.0, "always")
         assert found is not None
     fleet.replicas[1].ready = fleet.replicas[2].ready = False
     left = fleet.decide(prompt, 0.0)
     assert left is not None
-    assert left.replica.for_prompts, "a role is no wall"
+    assert left.replica.prefill_role, "a role is no wall"
 
 
 def test_what_is_brought_teaches_nothing_of_the_least_time() -> None:

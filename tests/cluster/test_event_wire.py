@@ -107,6 +107,6 @@ def test_a_group_with_full_attention_stands_for_the_others() -> None:
     mirror.begin_partial(-1)
     held = []
     for number, events in enumerate(batches):
-        assert mirror.take(number, msgspec.msgpack.encode(EventBatch(1.0, events)))
+        assert mirror.apply_batch(number, msgspec.msgpack.encode(EventBatch(1.0, events)))
         held.append(len(index.keys(0, GPU)))
     assert held == [2, 2, 1]

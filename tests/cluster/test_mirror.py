@@ -143,7 +143,7 @@ def test_what_is_called_exact_is_exact(seed: int, fates: list[str]) -> None:
         sequence, payload = publisher.step() if fate != "restart" else publisher.restart()
         if fate == "lost":
             continue
-        if not mirror.take(sequence, payload):
+        if not mirror.apply_batch(sequence, payload):
             assert mirror.state is IndexState.DEGRADED
             replies = publisher.snapshot()
             mirror.restore(replies[-1][0], [each for _, each in replies])
@@ -160,11 +160,11 @@ def test_a_replica_that_is_gone_holds_nothing() -> None:
     replies = publisher.snapshot()
     mirror.restore(replies[-1][0], [each for _, each in replies])
     for _ in range(5):
-        assert mirror.take(*publisher.step())
-    mirror.lost()
+        assert mirror.apply_batch(*publisher.step())
+    mirror.reset()
     assert not any(known(index, 1).values())
     assert mirror.state is IndexState.DEGRADED
-    assert not mirror.take(*publisher.step())  # no later batch is a continuation
+    assert not mirror.apply_batch(*publisher.step())  # no later batch is a continuation
 
 
 # Events of other engines, whose block hashes are arbitrary: keys are computed from tokens and parents
@@ -198,12 +198,12 @@ def test_children_of_unknown_parents_are_kept_until_the_parents_are_known(seed: 
     mirror = Mirror(index, 0, root=ROOT)
     prompt = [draw.randrange(50_000) for _ in range(24)]
     mirror.begin_partial(6)
-    assert mirror.take(7, batch(foreign(prompt, cut, 1000)))
+    assert mirror.apply_batch(7, batch(foreign(prompt, cut, 1000)))
     assert not index.keys(0, GPU)
     assert mirror.state is IndexState.DEGRADED  # the index is not complete
-    assert mirror.take(8, batch(foreign(prompt[:cut * 4], 0, 1000)))
+    assert mirror.apply_batch(8, batch(foreign(prompt[:cut * 4], 0, 1000)))
     assert index.keys(0, GPU) == keys_of(prompt)
-    assert mirror.take(9, batch(BlockRemoved([1000 + cut], GPU)))
+    assert mirror.apply_batch(9, batch(BlockRemoved([1000 + cut], GPU)))
     assert len(index.keys(0, GPU)) == 5
 
 
@@ -215,9 +215,9 @@ def test_a_replay_from_the_beginning_is_exact_and_one_from_later_is_not() -> Non
     assert mirror.state is IndexState.EXACT
     assert index.keys(0, GPU) == set().union(*map(keys_of, prompts))
     late = Mirror(index, 1, root=ROOT)
-    assert not late.take(*payloads[3])
+    assert not late.apply_batch(*payloads[3])
     late.begin_partial(2)
-    assert late.take(*payloads[3])
+    assert late.apply_batch(*payloads[3])
     assert late.state is IndexState.DEGRADED
 
 
@@ -226,10 +226,10 @@ def test_names_that_are_forgotten_take_no_memory_and_a_second_medium_counts() ->
     mirror = Mirror(index, 0, root=ROOT)
     mirror.replay([(0, batch(foreign(range(16), 0, 10)))], whole=True)
     stored = BlockStored([10, 11], None, [], 4, None, CPU, None)
-    assert mirror.take(1, batch(stored, BlockRemoved([10, 11, 12, 13], GPU)))
+    assert mirror.apply_batch(1, batch(stored, BlockRemoved([10, 11, 12, 13], GPU)))
     assert not index.keys(0, GPU)
     assert len(index.keys(0, CPU)) == 2
-    assert mirror.take(2, batch(BlockRemoved([10, 11], CPU), AllBlocksCleared()))
+    assert mirror.apply_batch(2, batch(BlockRemoved([10, 11], CPU), AllBlocksCleared()))
     assert not any(known(index, 0).values())
 
 
@@ -258,5 +258,5 @@ def test_guesses_stay_within_the_room_and_keep_what_was_used_last(prompts: list[
     guess.answered(found=False)
     assert guess.capacity >= 256 or guess.capacity <= room
     assert guess.state is IndexState.FALLBACK
-    guess.lost()
+    guess.reset()
     assert not index.keys(0, GPU)

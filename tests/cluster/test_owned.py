@@ -107,13 +107,13 @@ async def ask(client: httpx.AsyncClient, word: str = "word") -> int:
 
 
 def ready(router: Router) -> list[int]:
-    return [replica.place for replica in router.fleet.replicas if replica.ready]
+    return [replica.index for replica in router.fleet.replicas if replica.ready]
 
 
 def test_replicas_are_added_under_load_and_leave_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoscale, "UP_SECONDS", 0.05)
     monkeypatch.setattr(fleet, "BUSY_SECONDS", 0.1)  # the load ends soon
-    monkeypatch.setattr(scaling, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(scaling, "CHECK_SECONDS", 0.02)
 
     async def run() -> None:
         servers = [FakeServer(place) for place in range(3)]
@@ -141,7 +141,7 @@ def test_replicas_are_added_under_load_and_leave_when_it_is_over(monkeypatch: py
 
 
 def test_a_replica_that_is_to_leave_ends_its_requests_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(scaling, "CHECK_SECONDS", 0.02)
     monkeypatch.setattr(fleet, "BUSY_SECONDS", 0.1)
 
     async def run() -> None:
@@ -179,7 +179,7 @@ def test_a_dead_server_is_started_again_and_one_that_cannot_start_is_told_in_a_s
 
 def test_a_replica_that_cannot_be_added_leaves_the_others_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoscale, "UP_SECONDS", 0.0)
-    monkeypatch.setattr(scaling, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(scaling, "CHECK_SECONDS", 0.01)
 
     async def run() -> None:
         servers = [FakeServer(place) for place in range(2)]

@@ -91,17 +91,17 @@ def test_locality_is_kept_among_those_within_reach() -> None:
         fleet = make_fleet(policy, 4)
         keys = tuple(range(1, 201))
         for place in (1, 3):
-            fleet.index.store(place, GPU, keys)
+            fleet.prefix_index.store(place, GPU, keys)
         for replica in fleet.replicas:
             replica.update(ReplicaReport(TOKEN))
         for busy in range(40):  # replica 1 is far behind; 3 also has the prefix, and little work
             prompt = Prompt(2000, {"space": Keys(tuple(range(1000 * (busy + 1), 1000 * (busy + 1) + 125)), BLOCK)})
-            decision = fleet.decide(prompt, 0.0, [each for each in fleet.replicas if each.place != 1])
+            decision = fleet.decide(prompt, 0.0, [each for each in fleet.replicas if each.index != 1])
             assert decision is not None
             fleet.send(prompt, decision, 0.0)
         chosen = fleet.decide(Prompt(200 * BLOCK + 40, {"space": Keys(keys, BLOCK)}), 0.0)
         assert chosen is not None
-        assert chosen.replica.place == 3
+        assert chosen.replica.index == 3
 
 
 def test_a_hot_prefix_comes_to_lie_on_several_replicas() -> None:
@@ -118,7 +118,7 @@ def test_an_overloaded_replica_gets_no_misses() -> None:
     fleet = make_fleet("predicted", 2)
     for replica in fleet.replicas:
         replica.update(ReplicaReport(TOKEN))
-    fleet.index.store(1, GPU, range(1, 5000))  # replica 1 holds most and gets all the work; replica 0 holds none
+    fleet.prefix_index.store(1, GPU, range(1, 5000))  # replica 1 holds most and gets all the work; replica 0 holds none
     for place in range(8):
         prompt = Prompt(8000, {"space": Keys((), BLOCK)})
         decision = fleet.decide(prompt, 0.0, [fleet.replicas[1]])
@@ -126,7 +126,7 @@ def test_an_overloaded_replica_gets_no_misses() -> None:
         fleet.send(prompt, decision, 0.0)
     chosen = fleet.decide(Prompt(4000, {"space": Keys(tuple(range(10_000, 10_250)), BLOCK)}), 0.0)
     assert chosen is not None
-    assert chosen.replica.place == 1
+    assert chosen.replica.index == 1
 
 
 def test_a_few_long_prompts_weigh_more_than_many_short_ones() -> None:
@@ -141,7 +141,7 @@ def test_a_few_long_prompts_weigh_more_than_many_short_ones() -> None:
             fleet.send(Prompt(tokens, output_tokens=1), decision, 0.0)
     chosen = fleet.decide(Prompt(1000, output_tokens=1), 0.0)
     assert chosen is not None
-    assert chosen.replica.place == 1
+    assert chosen.replica.index == 1
 
 
 def test_what_other_routers_sent_counts() -> None:
@@ -151,7 +151,7 @@ def test_what_other_routers_sent_counts() -> None:
     fleet.replicas[1].update(ReplicaReport(TOKEN))
     chosen = fleet.decide(Prompt(1000), 0.0)
     assert chosen is not None
-    assert chosen.replica.place == 1
+    assert chosen.replica.index == 1
 
 
 def test_sessions_are_told_apart_by_their_whole_name() -> None:
@@ -165,7 +165,7 @@ def test_sessions_are_told_apart_by_their_whole_name() -> None:
             assert decision is not None
             flight = fleet.send(prompt, decision, 0.0)
             fleet.end(flight, 0.0)
-            assert went.setdefault(f"session-{number}", decision.replica.place) == decision.replica.place
+            assert went.setdefault(f"session-{number}", decision.replica.index) == decision.replica.index
     assert len(set(went.values())) == 13
 
 
@@ -192,7 +192,7 @@ def test_the_chosen_replica_is_the_soonest_by_its_own_tiers(lengths: list[tuple[
     for replica, held in zip(fleet.replicas, lengths, strict=True):
         start = 0
         for medium, count in zip((GPU, CPU, STORAGE), held, strict=True):
-            fleet.index.store(replica.place, medium, keys[start:start + count])
+            fleet.prefix_index.store(replica.index, medium, keys[start:start + count])
             start += count
         replica.update(ReplicaReport(TOKEN, {CPU: rates[0], STORAGE: rates[1]}))
     chosen = fleet.decide(Prompt(91 * BLOCK, {"space": Keys(keys, BLOCK)}), 0.0)
@@ -203,7 +203,7 @@ def test_the_chosen_replica_is_the_soonest_by_its_own_tiers(lengths: list[tuple[
         return (91 - sum(held)) * whole + held[1] * min(rates[0], whole) + held[2] * min(rates[1], whole)
 
     best = min(soonest(held) for held in lengths)
-    assert chosen.prediction.first_token == pytest.approx(soonest(lengths[chosen.replica.place]))
+    assert chosen.prediction.first_token == pytest.approx(soonest(lengths[chosen.replica.index]))
     assert chosen.prediction.first_token <= max(best * 1.05, best + 0.001) + 1e-9
 
 

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillover.course.runs import CourseRun, runs_of
-from spillover.course.shape import FAILS, HOLDS, UNDECIDED, Outcome, _apart, _paired, _with_zeros, answered, check
+from spillover.course.shape import (
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    Outcome,
+    _by_ranges,
+    _paired,
+    _with_zeros,
+    check,
+    decision_rule,
+)
 from spillover.course.tables import Filled, filled_rows
 from spillover.course.values import Series
 from spillover.course.week import Expectation, Value, Week, parse_week
@@ -104,10 +114,10 @@ def test_an_experiment_goes_on_while_more_runs_may_decide_an_expectation(tmp_pat
                                    (side("warm", "device", 1), 2, True), (side("vllm", "device", 1), 2, True)):
         run = CourseRun.of(tmp_path, week_of(expect), "cpu", "spillover")
         write_results(folder, ("device", "host", "warm"), rates=(), blocks=6, passes=2)
-        assert answered(run, "load")(Results.open(folder)) == (least == 2)
+        assert decision_rule(run, "load")(Results.open(folder)) == (least == 2)
         write_results(folder, ("device", "host", "warm"), rates=(), blocks=6, passes=least)
-        assert answered(run, "load")(Results.open(folder)) == decided, expect
-        assert answered(run, "other")(Results.open(folder))
+        assert decision_rule(run, "load")(Results.open(folder)) == decided, expect
+        assert decision_rule(run, "other")(Results.open(folder))
 
 
 def test_runs_that_a_busy_moment_spoilt_are_left_out_until_they_are_most(tmp_path: Path) -> None:
@@ -223,6 +233,6 @@ def test_where_every_run_has_the_same_ratio_that_ratio_decides(base: list[float]
 
 @given(st.lists(numbers, min_size=1, max_size=5), st.lists(numbers, min_size=1, max_size=5), st.floats(0.01, 100))
 def test_values_measured_apart_decide_as_every_pair_does(left: list[float], right: list[float], asked: float) -> None:
-    found = _apart(Expectation("x", EXPECTATION.left, at_least=asked), left, right)
+    found = _by_ranges(Expectation("x", EXPECTATION.left, at_least=asked), left, right)
     pairs = {HOLDS if high / low >= asked else FAILS for high in left for low in right}
     assert found.outcome == (pairs.pop() if len(pairs) == 1 else UNDECIDED)

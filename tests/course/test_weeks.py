@@ -224,7 +224,7 @@ def test_a_new_run_finds_nothing_of_an_earlier_one_on_disk(tmp_path: Path) -> No
 
 def test_an_engine_that_is_not_here_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPILLOVER_VLLM_PYTHON", "/nonexistent/python")
-    with pytest.raises(SpilloverError, match=r"^week 5 cannot be run on vllm: [^\n]*; to have it: pip install"):
+    with pytest.raises(SpilloverError, match=r"^week 5 cannot be run on vllm: [^\n]*; needed: pip install"):
         experiments(load_week(5), "cpu", "vllm")
     with pytest.raises(SpilloverError, match=r"week 3 has nothing to run on vllm; weeks that have: 1, 4, 5, 7, 8, 11$"):
         experiments(load_week(3), "cpu", "vllm")
@@ -236,7 +236,7 @@ def test_an_engine_that_is_not_here_is_one_sentence(monkeypatch: pytest.MonkeyPa
     ({"expect": [{"says": "x", "left": {"of": "a", "key": "k"}}]}, "either at-least, a ratio, or within"),
     ({"expect": [{"says": "x", "left": {"of": "b", "key": "k"}, "within": 0.1}]}, "there is no 'b' in this week"),
     ({"expect": [{"says": "x", "left": {"of": "a", "metric": "k"}, "within": 0.1}]}, "of a command a key"),
-    ({"metrics": [{"name": "x", "about": "y", "unit": "s", "absent": {"cpu": "z"}}]}, "for one size only why"),
+    ({"metrics": [{"name": "x", "about": "y", "unit": "s", "absent": {"cpu": "z"}}]}, "not say why for every size"),
     ({"experiments": {"a": {"lab": "demo"}}}, "the same name"),
     ({"questions": []}, "needs 'questions'"),
 ])

@@ -28,7 +28,7 @@ from spillover.errors import EngineDead, SpilloverError
 from spillover.server.app import make_app
 from spillover.server.auth import KeyRing, read_keys
 from spillover.server.notify import notify
-from spillover.server.serve import _leave
+from spillover.server.serve import _shut_down
 from spillover.server.settings import ServerSettings
 from spillover.server.telemetry.metrics import Metrics, TokenCounts
 from spillover.server.telemetry.tracing import LOWER_TIERS, TraceRequests, Traces, phases, traces_endpoint
@@ -41,7 +41,7 @@ STATES: dict[str, dict[str, Any]] = {
     "loading": {"ready": False, "engine_state": "starting", "trouble": "it is starting", "info": None},
     "ready": {},
     "asleep": {"engine_state": "sleeping", "is_sleeping": True},
-    "hung": {"ready": False, "engine_state": "hung", "trouble": "no sign of life"},
+    "hung": {"ready": False, "engine_state": "hung", "trouble": "no heartbeat"},
     "restarting": {"ready": False, "engine_state": "dead", "trouble": "it died"},
     "given up": {"ready": False, "engine_state": "dead", "trouble": "it died", "gave_up": True},
 }
@@ -90,7 +90,7 @@ def test_connections_are_kept_until_the_last_request_has_ended_or_a_second_signa
         server: Any = SimpleNamespace(should_exit=False, force_exit=False)
         stop: Any = SimpleNamespace(hurried=asyncio.Event())
         http: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        leaving = asyncio.ensure_future(_leave(client, server, http, stop, ServerSettings(
+        leaving = asyncio.ensure_future(_shut_down(client, server, http, stop, ServerSettings(
             drain_seconds=7, shutdown_delay_seconds=0.01)))
         await begun.wait()
         assert not server.should_exit

@@ -77,7 +77,7 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Watched(CudaRunner):
         def __init__(self, model: Any, weights: Any, kv: Any, block_size: int, limits: Any, transfers: Any,
-                     decode: Any = None, kv_dtype: str = "auto", stage: Any = None, beside: Any = None) -> None:
+                     decode: Any = None, kv_dtype: str = "auto", stage: Any = None, shared_with: Any = None) -> None:
             model.kernels = CudaKernels(model.shape, model.cos, model.sin)
             super().__init__(model, weights, kv, block_size, torch.device("cpu"),
                              replace(limits, captured_rows=16), transfers, decode, kv_dtype, stage, graphs=False)

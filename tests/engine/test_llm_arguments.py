@@ -90,7 +90,7 @@ def test_what_is_a_prompt_is_taken(llm: LLM) -> None:
     ({"disk": 5}, "disk is a string; got 5"),
     ({"watermark": "a"}, "watermark is a number; got 'a'"),
     ({"uvm_oversubscribe": True, "weights": "experts"}, "give --weights uvm too, or leave it out"),
-    ({"weights": "uvm-advise", "tensor_parallel_size": 2}, "--weights uvm-advise is for one rank"),
+    ({"weights": "uvm-advise", "tensor_parallel_size": 2}, "--weights uvm-advise works with one rank only"),
     ({"weights": "uvm", "paged_tokens": 2}, "--weights uvm has no such slots"),
 ])
 def test_flags_that_are_not_there_are_answered_briefly(flags: dict[str, Any], words: str) -> None:

@@ -23,7 +23,7 @@ DENSE = {
 }
 MIXTURE = {**DENSE, "architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 32, "num_experts": 8,
            "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-BEGIN = [("_bring", "copies"), ("_fill_tokens", "copies"),
+BEGIN = [("_copy_inputs", "copies"), ("_fill_tokens", "copies"),
          ("void at::native::(anonymous namespace)::indexSelectSmallIndex<c10::BFloat16>", "embedding and rows"),
          ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<c10::BFloat16>>", "other")]
 END = [("_peaks", "sampling"), ("_sums", "sampling"), ("_pick", "sampling")]
@@ -90,13 +90,13 @@ def test_every_kernel_has_a_part() -> None:
 
 
 def test_overlaps_count_once_copies_last_and_gaps_are_idle() -> None:
-    events = [Event("_bring", 0, 4), Event("_gemv", 6, 10), Event("Memcpy HtoD", 8, 18), Event("_pick", 9, 12),
-              Event("_bring", 20, 21), Event("Memcpy HtoD", 22, 30), Event("_gemv", 24, 26)]
+    events = [Event("_copy_inputs", 0, 4), Event("_gemv", 6, 10), Event("Memcpy HtoD", 8, 18), Event("_pick", 9, 12),
+              Event("_copy_inputs", 20, 21), Event("Memcpy HtoD", 22, 30), Event("_gemv", 24, 26)]
     first, second = device_steps(events, "cuda")
     assert [round(each * 1e6) for each in first.seconds] == [4, 4, 6, 2]
-    assert (round(first.whole * 1e6), round(first.idle * 1e6)) == (18, 2)
+    assert (round(first.total_seconds * 1e6), round(first.idle * 1e6)) == (18, 2)
     assert [round(each * 1e6) for each in second.seconds] == [1, 6, 2]  # from the end of the previous step
-    assert (round(second.whole * 1e6), round(second.idle * 1e6)) == (12, 3)
+    assert (round(second.total_seconds * 1e6), round(second.idle * 1e6)) == (12, 3)
 
 
 @pytest.mark.parametrize(("model", "parts"), [
@@ -131,6 +131,6 @@ def test_steps_on_the_cpu(tmp_path: Path, model: dict[str, object], parts: dict[
         for part in ("router", "experts", "sum of experts") if model is MIXTURE else ():
             assert profile.parts[part].seconds > 0, part
         assert sum(profile.host.values()) > 0
-        assert profile.host["waiting"] < profile.whole
+        assert profile.host["waiting"] < profile.total_seconds
     assert any("linear" in event.get("name", "")
                for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])

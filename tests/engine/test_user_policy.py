@@ -79,7 +79,7 @@ def test_a_policy_that_fails_beside_the_device_is_named_in_the_log(caplog: pytes
     try:
         table.log[1] = 3  # step 1 requested expert 3, and step 2 has begun
         table.step.fill_(2)
-        thread.ended()
+        thread.step_completed()
         thread._thread.join(10)
         assert not thread._thread.is_alive()
     finally:

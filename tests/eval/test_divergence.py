@@ -114,9 +114,9 @@ def test_what_the_reference_said_is_used_again(target: EngineTarget, windows: di
     assert not again.has(settings, None)
     assert not again.has({"window": 90}, 3)
     again.prepare(None, windows, 1)  # type: ignore[arg-type]  # complete, so that no target is needed
-    with pytest.raises(SpilloverError, match="holds another reference"):
+    with pytest.raises(SpilloverError, match="has results with another reference"):
         FullReference(tmp_path, "bigger").prepare(target, windows, 1)
-    with pytest.raises(SpilloverError, match="holds another prompt"):
+    with pytest.raises(SpilloverError, match="has results with another prompt"):
         again.prepare(target, {"0.0": Prompt([BOS, 5], 1)}, 1)
-    with pytest.raises(SpilloverError, match="holds another kind"):
+    with pytest.raises(SpilloverError, match="has results with another kind"):
         TopReference(tmp_path, "tiny").prepare(target, windows, 1)

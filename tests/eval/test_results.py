@@ -77,7 +77,7 @@ def test_results_of_something_else_are_not_continued(target: EngineTarget, data:
     with pytest.raises(SpilloverError, match="perplexity with window 8, and now it is 16; choose another --output"):
         results.begin("perplexity", {"window": 16})
     (tmp_path / "other").write_text("hello\n")
-    with pytest.raises(SpilloverError, match=r"no results file of spill eval: its line 1 is 'hello"):
+    with pytest.raises(SpilloverError, match=r"not a results file of spill eval: its line 1 is 'hello"):
         Results(tmp_path / "other")
     with pytest.raises(SpilloverError, match="cannot write --output"):
         Results(tmp_path / "absent" / "out.jsonl")

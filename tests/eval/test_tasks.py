@@ -124,13 +124,13 @@ def test_a_prompt_too_long_loses_its_front(target: EngineTarget) -> None:
 
 def test_every_task_says_what_it_misses(tmp_path: Path) -> None:
     for name in NAMES:
-        said = rf"no data for {name}: looked for .*{tmp_path.name}.* it is .*--task {name}=FILE"
+        said = rf"no data for {name}: looked for .*{tmp_path.name}.* it must be .*--task {name}=FILE"
         with pytest.raises(SpilloverError, match=said):
             open_task(name, tmp_path, 1, 1, None)
     with pytest.raises(SpilloverError, match="no task 'helaswag'; did you mean 'hellaswag'"):
         open_task("helaswag", tmp_path, 1, 1, None)
     (tmp_path / "mmlu.jsonl").write_text('{"question": "?"}\n')
-    with pytest.raises(SpilloverError, match=r"line 1, has no 'subject'; it is the hub's JSON lines"):
+    with pytest.raises(SpilloverError, match=r"line 1, has no 'subject'; the file must be the hub's JSON lines"):
         open_task("mmlu", tmp_path, 1, 1, None)
     (tmp_path / "arc_easy.jsonl").write_text(
         '{"question": "?", "choices": {"text": [], "label": []}, "answerKey": "A"}\n')

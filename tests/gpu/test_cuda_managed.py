@@ -39,26 +39,26 @@ def transfers() -> Iterator[CudaTransfers]:
 
 
 def test_pages_move_with_their_bytes(transfers: CudaTransfers) -> None:
-    memory = CudaManagedMemory(transfers, beside=0, oversubscribe=False)
+    memory = CudaManagedMemory(transfers, reserved_bytes=0, oversubscribe=False)
     free, size = torch.cuda.mem_get_info()[0], 256 * MB
     buffer = memory.allocate(size)
     run = torch.as_tensor(buffer, device="cuda")
     pages = [Pages(run.data_ptr(), size)]
     assert run.data_ptr() == buffer.address
-    memory.bring(pages)
+    memory.to_device(pages)
     run.copy_(torch.arange(size, device="cuda") % 251)
     torch.cuda.synchronize()
     assert free - torch.cuda.mem_get_info()[0] >= size  # it is on the device
     for advised in (False, True):
-        memory.send_back(pages)
+        memory.to_host(pages)
         torch.cuda.synchronize()
         memory.advise(pages, advised)
         assert ctypes.string_at(buffer.address + 1000, 8) == bytes(index % 251 for index in range(1000, 1008))
-        memory.begin_ahead()
-        memory.bring(pages, ahead=True)
+        memory.begin_prefetch()
+        memory.to_device(pages, ahead=True)
         memory.wait()
         assert int(run[::MB].sum(dtype=torch.int64)) == sum(index % 251 for index in range(0, size, MB))
-    memory.send_back(pages)
+    memory.to_host(pages)
     memory.advise(pages, False)
     del run, buffer
 

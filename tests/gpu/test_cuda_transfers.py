@@ -38,7 +38,7 @@ def host(transfers: CudaTransfers, nbytes: int, pinned: bool = True) -> torch.Te
 @pytest.mark.parametrize("nbytes", [1, 1000, 16 * MB, 16 * MB + 1, 50 * MB])
 def test_what_is_copied_arrives(transfers: CudaTransfers, priority: Priority, nbytes: int) -> None:
     source, target = host(transfers, nbytes), torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-    transfers.wait(transfers.start(target, source, priority, transfers.mark()))
+    transfers.wait(transfers.start(target, source, priority, transfers.record_event()))
     transfers.wait(transfers.start(target[: nbytes // 2], lambda: source[: nbytes // 2], priority))
     assert torch.equal(target.cpu(), source)
     found = {each.priority: each for each in transfers.queue.report().transfers}[priority.name.lower()]
@@ -79,8 +79,8 @@ def test_a_restore_passes_the_prefetches_queued_before_it(transfers: CudaTransfe
     seconds = {}
     for gated in (True, False):
         if not gated:
-            monkeypatch.setattr(transfers, "_give_way", lambda priority: None)
-            monkeypatch.setattr(transfers, "_may_hold_up", lambda: False)
+            monkeypatch.setattr(transfers, "_wait_at_gates", lambda priority: None)
+            monkeypatch.setattr(transfers, "_may_block_prefetches", lambda: False)
         target.zero_()
         torch.cuda.synchronize()
         tickets = [transfers.start(buffer, layer, Priority.PREFETCH) for _ in range(8)]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from spillover.kernels import native
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.fields import LinearShape
-from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes, grouped_codes, pack_codes, unpack_codes
+from spillover.kernels.formats.gguf_codes import CODE_FORMS, GgufCodes, grouped_codes, pack_codes, unpack_codes
 from spillover.kernels.linear import embedding, embedding_reference, linear
 from spillover.kernels.native import build
 from spillover.models.gguf.gguf_codes import codes_of
@@ -36,7 +36,7 @@ def test_packing_loses_nothing(kind: Kind, rows: int, blocks: int) -> None:
     raw = stored(kind, rows, blocks * STEP[kind])
     weight = pack_codes([codes_of(raw, kind)])
     assert weight.shape == LinearShape((rows,), blocks * STEP[kind])
-    assert weight.format == GgufCodes((FORMS[kind.name],))
+    assert weight.format == GgufCodes((CODE_FORMS[kind.name],))
     assert weight.tensors[0].shape == weight.format.fields(weight.shape, "float32")[0].shape
     assert np.array_equal(unpack_codes(weight).numpy(), gguf.dequantize(raw, kind))
 
@@ -44,7 +44,7 @@ def test_packing_loses_nothing(kind: Kind, rows: int, blocks: int) -> None:
 def test_a_panel_takes_few_bytes_more_than_the_file() -> None:
     for kind in KINDS:
         block, size = gguf.GGML_QUANT_SIZES[kind]
-        assert FORMS[kind.name].panel_bytes(256) <= 1.06 * 32 * size * 256 // block, kind
+        assert CODE_FORMS[kind.name].panel_bytes(256) <= 1.06 * 32 * size * 256 // block, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +63,7 @@ def test_weights_of_different_types_are_one_too() -> None:
         expected = np.concatenate([gguf.dequantize(part, kind) for part, kind in zip(parts, listed, strict=True)])
         assert np.array_equal(unpack_codes(whole).numpy(), expected)
         ids = torch.randperm(80)
-        assert np.array_equal(whole.format.look_up(ids, whole).numpy(), expected[ids])
+        assert np.array_equal(whole.format.embedding_lookup(ids, whole).numpy(), expected[ids])
         if native.multiplies_codes():
             x, bias = torch.randn(3, 256), torch.randn(80)
             products = [linear(x, one, part) for one, part in zip(each, bias.split([40, 7, 33]), strict=True)]

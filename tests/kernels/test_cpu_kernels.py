@@ -14,7 +14,7 @@ from spillover.kernels.cpu_kernels import CpuKernels, LayerStack
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
-from spillover.kernels.formats.gguf_codes import FORMS, Codes, pack_codes
+from spillover.kernels.formats.gguf_codes import CODE_FORMS, Codes, pack_codes
 from spillover.kernels.formats.packed import pack
 from spillover.kernels.kv_quant import encode_blocks
 
@@ -29,8 +29,8 @@ def in_codes(weight: torch.Tensor, bits: int) -> Linear:
     scales = weight[:, ::CODE_BLOCK].half() * (0.1 if bits == 4 else 0.01)
     codes = (weight * 1000).to(torch.int8)
     if bits == 8:
-        return pack_codes([Codes(FORMS["Q8_0"], codes, (scales,))])
-    return pack_codes([Codes(FORMS["Q4_1"], codes.view(torch.uint8) & 15, (scales, scales * -7))])
+        return pack_codes([Codes(CODE_FORMS["Q8_0"], codes, (scales,))])
+    return pack_codes([Codes(CODE_FORMS["Q4_1"], codes.view(torch.uint8) & 15, (scales, scales * -7))])
 
 
 def weights(generator: torch.Generator, extras: bool, bits: int) -> dict[str, Any]:

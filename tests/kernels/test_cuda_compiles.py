@@ -27,7 +27,7 @@ from spillover.kernels.cuda import (
 from spillover.kernels.cuda.driver import compiled
 from spillover.kernels.cuda.peers import exchange
 from spillover.kernels.formats.coded_cuda import tile_form
-from spillover.kernels.formats.gguf_codes import FORMS
+from spillover.kernels.formats.gguf_codes import CODE_FORMS
 
 H200 = "--gpu-architecture=sm_90a", "--std=c++17"
 PROCESSORS = 132
@@ -37,18 +37,18 @@ HALF = torch.bfloat16
 def wanted() -> list[tuple[Path, tuple[str, ...]]]:
     shape = fp8_linear.Shape(4096, 4096, blocked=True)
     listed = [(mixture.SOURCE, (f"-DFORMAT={form}",)) for form in ("Mxfp4", "Fp8", "Gguf8_halves_offset")]
-    listed += [(coded_linear.SOURCE, tile_form(FORMS[kind]).options(HALF)) for kind in ("Q4_K",)]
-    listed += [(ordered_gemm.SOURCE, ordered_gemm.chosen(rows, 4096, 4096, PROCESSORS).options(
+    listed += [(coded_linear.SOURCE, tile_form(CODE_FORMS[kind]).options(HALF)) for kind in ("Q4_K",)]
+    listed += [(ordered_gemm.SOURCE, ordered_gemm.choose_cut(rows, 4096, 4096, PROCESSORS).options(
         ordered_gemm.product_chunks(4096, 4096)[0], HALF, False)) for rows in (64, 4096)]
-    listed += [(cut.source, cut.options(shape.form, HALF)) for cut in (fp8_linear.chosen(rows, shape, PROCESSORS)
+    listed += [(cut.source, cut.options(shape.form, HALF)) for cut in (fp8_linear.choose_cut(rows, shape, PROCESSORS)
                                                                        for rows in (1, 4096))]
     normed = fp8_linear.Shape(28672, 4096, blocked=True, gated=True, normed=True)
-    listed += [(cut.source, cut.options(normed.form, HALF)) for cut in (fp8_linear.chosen(1, normed, PROCESSORS),
+    listed += [(cut.source, cut.options(normed.form, HALF)) for cut in (fp8_linear.choose_cut(1, normed, PROCESSORS),
                                                                         fp8_linear.Rounding(normed.inner))]
-    listed += [(source, attention.Form(128, 4, 16, "fp8", HALF).options)
+    listed += [(source, attention.KernelForm(128, 4, 16, "fp8", HALF).options)
                for source in (attention.NEW_TOKENS, attention.PROMPTS)]
-    listed += [(attention_few.SOURCE, attention.Form(dim, 8, 16, "auto", HALF).options) for dim in (64, 256)]
-    listed += [(attention_prefill.SOURCE, attention.Form(128, 4, 16, "auto", HALF).options)]
+    listed += [(attention_few.SOURCE, attention.KernelForm(dim, 8, 16, "auto", HALF).options) for dim in (64, 256)]
+    listed += [(attention_prefill.SOURCE, attention.KernelForm(128, 4, 16, "auto", HALF).options)]
     return [*listed, (exchange.SOURCE, ())]
 
 

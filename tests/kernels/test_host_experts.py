@@ -221,16 +221,16 @@ def test_closing_ends_the_threads() -> None:
         pytest.skip("no list of threads")
     layout = LAYOUTS["float32"]
     records = random_records(layout)
-    mail = HostExpertQueue.make(1, 1, layout.hidden, torch.device("cpu"))
+    queue = HostExpertQueue.make(1, 1, layout.hidden, torch.device("cpu"))
     before = len(os.listdir(tasks))
     experts = HostExperts(layout, [records.data_ptr()], threads=4)
-    experts.attach(mail)
+    experts.attach(queue)
     assert len(os.listdir(tasks)) == before + 4
     experts.close()
     experts.close()
     assert len(os.listdir(tasks)) == before
     experts = HostExperts(layout, [records.data_ptr()], threads=4)
-    experts.attach(mail)
+    experts.attach(queue)
     del experts  # also if it is never closed
     assert len(os.listdir(tasks)) == before
 
@@ -239,13 +239,13 @@ class Device:
     """The device's end of the host expert queue."""
 
     def __init__(self, layout: ExpertLayout) -> None:
-        self.mail = HostExpertQueue.make(8, 40, layout.hidden, torch.device("cpu"))
+        self.queue = HostExpertQueue.make(8, 40, layout.hidden, torch.device("cpu"))
         self.turn = 0
 
     def ask(self, layer: int, x: Tensor, pairs: Tensor) -> Tensor:
-        header = self.mail.header
-        self.mail.x[: len(x)] = x
-        self.mail.pairs[: len(pairs)] = pairs
+        header = self.queue.header
+        self.queue.x[: len(x)] = x
+        self.queue.pairs[: len(pairs)] = pairs
         header[LAYER], header[COUNT], header[TOKENS] = layer, len(pairs), len(x)
         self.turn += 1
         header[POSTED] = self.turn
@@ -253,7 +253,7 @@ class Device:
         while header[DONE] != self.turn:
             assert time.monotonic() < deadline, "no answer"
             time.sleep(1e-4)
-        return self.mail.out[: len(pairs)].clone()
+        return self.queue.out[: len(pairs)].clone()
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -271,7 +271,7 @@ def test_mail_is_answered_turn_after_turn(name: str) -> None:
     layers = [random_records(layout, seed) for seed in (1, 2)]
     device = Device(layout)
     with HostExperts(layout, [records.data_ptr() for records in layers], threads=3) as experts:
-        experts.attach(device.mail)
+        experts.attach(device.queue)
         for turn in range(12):
             if turn % 4 == 0:
                 experts.wake()
@@ -281,7 +281,7 @@ def test_mail_is_answered_turn_after_turn(name: str) -> None:
             check(device.ask(layer, x, pairs), experts, layers[layer], x, pairs)
             if turn % 3 == 0:  # a direct call in between
                 check(experts.run(layer, x, pairs), experts, layers[layer], x, pairs)
-    assert not device.mail.failed
+    assert not device.queue.failed
 
 
 @pytest.mark.usefixtures("kernels")
@@ -290,14 +290,14 @@ def test_mail_without_sense_is_answered_as_failed() -> None:
     records, x = random_records(layout), torch.randn(2, layout.hidden)
     device = Device(layout)
     with HostExperts(layout, [records.data_ptr()], threads=2) as experts:
-        experts.attach(device.mail)
+        experts.attach(device.queue)
         device.ask(0, x, torch.tensor([[1, 0, 0, 0]]))
-        assert not device.mail.failed
+        assert not device.queue.failed
         device.ask(1, x, torch.tensor([[1, 0, 0, 0]]))
-        assert device.mail.failed
-        device.mail.header[FAILED] = 0
+        assert device.queue.failed
+        device.queue.header[FAILED] = 0
         device.ask(0, x, torch.tensor([[1, EXPERTS, 0, 0]]))
-        assert device.mail.failed
+        assert device.queue.failed
 
 
 @pytest.mark.usefixtures("kernels")
@@ -306,11 +306,11 @@ def test_mail_that_was_posted_before_is_answered_too() -> None:
     records, x, pairs = random_records(layout), torch.randn(2, layout.hidden), torch.tensor([[1, 3, 0, 0]])
     first, second = Device(layout), Device(layout)
     with HostExperts(layout, [records.data_ptr()], threads=2) as experts:
-        experts.attach(first.mail)
+        experts.attach(first.queue)
         wanted = first.ask(0, x, pairs)
-        experts.attach(second.mail)
+        experts.attach(second.queue)
         assert torch.equal(second.ask(0, x, pairs), wanted)
-        first.mail.header[POSTED] = 7
-        experts.attach(first.mail)
+        first.queue.header[POSTED] = 7
+        experts.attach(first.queue)
         first.turn = 7
         assert torch.equal(first.ask(0, x, pairs), wanted)

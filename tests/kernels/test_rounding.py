@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spillover.kernels.quantize import Inputs, compensate, int_scales, round_to_fp8, round_to_int
+from spillover.kernels.quantize import InputStats, gptq_round, int_scales, round_to_fp8, round_to_int
 
 BITS = (4, 8)
 
@@ -91,7 +91,7 @@ def test_fp8_takes_the_nearest_value_of_its_row() -> None:
 def test_the_factor_is_that_of_the_inverse() -> None:
     x = inputs(48).double()
     total = x.T @ x
-    known = Inputs.of(total)
+    known = InputStats.of(total)
     factor, order = known.factor.double(), known.order
     damped = (total + 0.01 * total.diagonal().mean() * torch.eye(48, dtype=torch.float64))[order][:, order]
     assert torch.equal(total.diagonal().sort(descending=True).values, total.diagonal()[order])
@@ -103,18 +103,18 @@ def test_the_factor_is_that_of_the_inverse() -> None:
 @pytest.mark.parametrize("group", [32, 96, 48])
 def test_calibrated_outputs_are_nearer(group: int) -> None:
     weight, x = weights(), inputs(96)
-    known = Inputs.of(x.T @ x)
+    known = InputStats.of(x.T @ x)
 
     def error(made: torch.Tensor) -> float:
         return float((x @ (made - weight).T).square().mean())
 
     plain = error(round_to_int(weight, 4, group, torch.float32).dequantize(torch.float32))
-    assert error(compensate(weight, known, 4, group, torch.float32).dequantize(torch.float32)) < 0.3 * plain
+    assert error(gptq_round(weight, known, 4, group, torch.float32).dequantize(torch.float32)) < 0.3 * plain
 
 
 def test_inputs_never_seen_leave_plain_rounding() -> None:
     weight = weights()
-    known = Inputs.of(torch.zeros(96, 96))
-    found, plain = compensate(weight, known, 4, 32, torch.bfloat16), round_to_int(weight, 4, 32, torch.bfloat16)
+    known = InputStats.of(torch.zeros(96, 96))
+    found, plain = gptq_round(weight, known, 4, 32, torch.bfloat16), round_to_int(weight, 4, 32, torch.bfloat16)
     assert torch.equal(found.codes, plain.codes)
     assert torch.equal(found.scales, plain.scales)

@@ -109,7 +109,7 @@ def test_the_command_fails_where_something_is_slower(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("other", "words"), [
-    (figures(70.0, gpu="another"), "what differs between them is not the commit alone"),
+    (figures(70.0, gpu="another"), "they differ in more than the commit"),
     (figures(70.0, metric="another"), "no repeats of the same measurement"),
 ])
 def test_what_is_not_the_same_measurement_is_refused(other: object, words: str, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_what_is_misspelt_is_refused(change: dict[str, Any], message: str) -> No
 
 
 def test_a_key_that_comes_twice_and_what_is_no_document_are_refused() -> None:
-    with pytest.raises(SpilloverError, match="'a' comes twice"):
+    with pytest.raises(SpilloverError, match="'a' is given twice"):
         parse_document("arms: {a: 1, a: 2}")
     with pytest.raises(SpilloverError, match="must hold names and values"):
         parse_document("- a\n- b")
@@ -459,7 +459,7 @@ def test_a_run_without_warm_up_is_not_made_warm_by_running_it_again(tmp_path: Pa
     load = FakeLoad()
     analysis = analysis_of(run_experiment(experiment(max_blocks=3, warmups=0), tmp_path / "r", load.bench()))
     assert len(load.measured) == 12
-    assert all("answered no request before" in verdict["why"] for verdict in analysis["verdicts"])
+    assert all("had not answered any request before" in verdict["why"] for verdict in analysis["verdicts"])
 
 
 @pytest.mark.parametrize("spoil", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"no gzip",

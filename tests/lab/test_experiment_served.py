@@ -146,7 +146,7 @@ def test_the_command_stopped_and_run_again_ends_in_a_report(servers: tuple[MockS
     ({"max-concurrency": 0}, "max-concurrency is a whole number from 1 on; got '0'"),
     ({"backend": "openai-chats"}, "did you mean 'openai-chat'?"),
     ({"ramp-up-strategy": "steep"}, "linear or exponential"),
-    ({"tokenizer": "folder"}, "the first server's own"),
+    ({"tokenizer": "folder"}, "that of the first server"),
 ])
 def test_a_wrong_option_of_a_workload_is_refused_before_anything_is_started(
         servers: tuple[MockServer, MockServer], tmp_path: Path, wrong: dict[str, Any], message: str) -> None:

@@ -108,7 +108,7 @@ def test_a_url_that_does_not_answer_ends_the_experiment_soon_and_says_what_was_w
     output = " ".join(refused.output.split())
     assert "waiting for http://127.0.0.1:" in output
     assert "to answer, at most 1 s" in output
-    assert "cannot be measured: no start: nobody answers at http://127.0.0.1:" in output
+    assert "cannot be measured: no start: no server answers at http://127.0.0.1:" in output
     assert time.monotonic() - begun < 60
     assert not list((tmp_path / "r" / "visits").glob("*"))
 

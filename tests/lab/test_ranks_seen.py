@@ -64,7 +64,7 @@ def test_week_13_has_the_metrics_of_its_document_in_the_report(tmp_path: Path) -
     assert [(row[0].text, row[1].text) for row in table.rows] == [("latency", "three"), ("throughput", "three")]
     for row in table.rows:
         cells = dict(zip(table.headings, (cell.text for cell in row), strict=True))
-        assert (cells["met per step"], cells["waited per step, us"]) == ("61", "3,000")
-        assert cells["of the run"].endswith("%")
+        assert (cells["collectives per step"], cells["wait per step, us"]) == ("61", "3,000")
+        assert cells["wait, share of the run"].endswith("%")
         assert cells["busiest rank's share of expert rows"] == "-"
     assert "### Ranks" in markdown(report, [])

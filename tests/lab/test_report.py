@@ -56,7 +56,7 @@ def test_every_file_is_written_and_the_page_needs_no_other(files: ReportFiles) -
 
 def test_the_verdict_comes_first(report: Report, files: ReportFiles) -> None:
     page = files.html.read_text()
-    places = [page.index(text) for text in (">Verdict ", ">Measured<", ">Figures<", ">Does it count?<",
+    places = [page.index(text) for text in (">Verdict ", ">Measured<", ">Figures<", ">Validity<",
                                             ">How it was run<")]
     assert places == sorted(places)
     host = next(one for one in report.primary_verdicts() if (one.workload, one.arm) == ("chats", "host"))
@@ -76,7 +76,7 @@ def test_an_arm_that_fails_a_gate_has_a_reason_and_no_number(report: Report, fil
     assert [fault.gate for fault in faults(report) if fault.fatal] == ["contamination"]
     assert faults(report)[0].where == "warm on chats"
     assert [(fault.reason, fault.where) for fault in faults(report) if not fault.fatal] == [
-        ("1 run was spoilt by a busy moment of the machine, and run again", "device on chats")]
+        ("1 run was disturbed by other load on the machine, and repeated", "device on chats")]
     line = next(line for line in files.markdown.read_text().splitlines() if line.startswith("| chats | warm |"))
     assert "no verdict" in line
     assert " - " in line
@@ -217,7 +217,7 @@ def test_runs_that_all_passed_are_said_to_have_passed_beside_what_is_to_be_known
     report = read_report(write_results(tmp_path / "passed", arms=("device", "host"), rates=(), blocks=3))
     for text in (render(report, figures(report)), markdown(report, [])):
         assert "Every run passed every gate: cold-start, client-saturated, rate" in text
-        assert "spoilt by a busy moment" in text
+        assert "disturbed by other load" in text
 
 
 def test_a_server_that_ran_out_of_memory_is_a_result_with_its_log(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_server_that_ran_out_of_memory_is_a_result_with_its_log(tmp_path: Path
 
 def test_results_of_an_interrupted_experiment_say_so(tmp_path: Path) -> None:
     report = read_report(write_results(tmp_path / "cut", arms=("device", "host"), rates=(), blocks=3, passes=1))
-    assert warnings(report) == ["Not finished: 1 block done. The same command goes on from here."]
+    assert warnings(report) == ["Not finished: 1 block done. The same command continues from here."]
     assert forest(report).groups[0].rows[0].word == "no verdict"
     assert "Not finished" in render(report, figures(report))
     assert "Not finished" in markdown(report, [])

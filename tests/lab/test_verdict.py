@@ -159,7 +159,7 @@ def test_an_experiment_stops_at_its_limits_and_goes_on_when_they_are_raised(tmp_
     hurried = replace(made, max_blocks=40, time_limit=1e-9)  # no block would complete in time
     late = analysis_of(run_experiment(hurried, tmp_path / "r", FakeLoad(1, unrest=0.2).bench()))
     assert (late["blocks"], late["stopped"]["reason"]) == (5, "time-limit")
-    assert "the same command goes on" in late["stopped"]["text"]
+    assert "the same command continues" in late["stopped"]["text"]
     further = replace(made, max_blocks=8)
     results = run_experiment(further, tmp_path / "r", FakeLoad(2, unrest=0.2).bench())
     assert (analysis_of(results)["blocks"], len(results.visits)) == (8, 32)
@@ -182,7 +182,7 @@ def test_somebody_elses_question_ends_it_in_place_of_its_own_verdicts(tmp_path: 
 
     def asking(visits: int, folder: str) -> Results:
         return run_experiment(made, tmp_path / folder, FakeLoad().bench(),
-                              answered=lambda results: len(results.visits) >= visits)
+                              stop_rule=lambda results: len(results.visits) >= visits)
 
     early = asking(0, "early")
     assert len(early.visits) // 4 == made.minimum_blocks < blocks
@@ -190,7 +190,7 @@ def test_somebody_elses_question_ends_it_in_place_of_its_own_verdicts(tmp_path: 
     late = asking(4 * (blocks + 2), "late")
     assert len(late.visits) // 4 == blocks + 2
     again = FakeLoad()
-    run_experiment(made, tmp_path / "late", again.bench(), answered=lambda _results: True)
+    run_experiment(made, tmp_path / "late", again.bench(), stop_rule=lambda _results: True)
     assert again.measured == []
 
 
@@ -292,9 +292,9 @@ def test_what_an_arm_that_is_not_valid_measured_takes_nothing_from_the_others() 
 def test_secondary_metrics_take_nothing_from_the_primary_one() -> None:
     rng = np.random.default_rng(4)
     primary = noisy(rng, 0.94)
-    alone, beside = one(primary), decide([primary, *(comparison([1.0, 1.1, 0.9], [1.0] * 3, f"m{n}", False)
-                                                     for n in range(50))], RULE)[0]
-    assert (alone.low, alone.high, alone.verdict) == (beside.low, beside.high, beside.verdict)
+    alone, program_beside = one(primary), decide([primary, *(comparison([1.0, 1.1, 0.9], [1.0] * 3, f"m{n}", False)
+                                                             for n in range(50))], RULE)[0]
+    assert (alone.low, alone.high, alone.verdict) == (program_beside.low, program_beside.high, program_beside.verdict)
 
 
 def test_few_blocks_zeros_and_invalid_arms_get_no_verdict() -> None:

@@ -53,9 +53,9 @@ def waited(gaps: Sequence[float], token_seconds: float | None) -> tuple[float, i
     tokens = prompt(1, len(gaps) * SIZE + 1)
     times = list(accumulate(gaps))
     store.there = sum(at <= 0 for at in times)
-    assert lookups.ask("a", tokens, None)
+    assert lookups.lookup("a", tokens, None)
     cost, steps = ComputeCost(token_seconds), 0
-    while lookups.waits("a", cost, steps * STEP):
+    while lookups.should_wait("a", cost, steps * STEP):
         steps += 1
         assert steps * STEP < 2 * COMING_SECONDS
         store.there = sum(at <= steps * STEP for at in times)

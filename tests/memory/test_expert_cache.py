@@ -29,37 +29,37 @@ def test_slots_are_never_shared_or_lost(seed: int, policy: type[ExpertPolicy], l
         wanted = rng.sample(range(experts), rng.randint(1, min(experts, max(1, cache.quota - 1))))
         cache.policy.on_route(step, layer, wanted)
         for expert in wanted:
-            if cache.ask(layer, expert) is None:
-                slot = cache.take(layer, expert, keep=wanted)
+            if cache.lookup(layer, expert) is None:
+                slot = cache.assign(layer, expert, keep=wanted)
                 if slot is not None:
                     assert cache.slot(layer, expert) == slot
         action = rng.random()
         if action < 0.1 and (slots := cache.lend(layer)):
             lent.append((layer, slots))
         elif action < 0.2 and lent:
-            cache.give_back(*lent.pop())
+            cache.return_slots(*lent.pop())
         cache.check()
 
 
 def test_who_is_kept_stays_and_who_is_worth_least_goes() -> None:
     cache = ExpertCache(1, 8, 3, LRUQuota())
     for expert in (0, 1, 2):
-        cache.take(0, expert)
-    assert cache.ask(0, 0) is not None
-    cache.take(0, 5, keep=[1])
+        cache.assign(0, expert)
+    assert cache.lookup(0, 0) is not None
+    cache.assign(0, 5, keep=[1])
     assert sorted(cache.resident(0)) == [0, 1, 5]  # 2 was the least recently used of those that may be evicted
-    assert cache.take(0, 6, keep=[0, 1, 5]) is None
+    assert cache.assign(0, 6, keep=[0, 1, 5]) is None
 
 
 def test_static_never_gives_up_its_own() -> None:
     cache = ExpertCache(1, 16, 8, Static(6))
     for expert in range(8):
-        cache.take(0, expert)
+        cache.assign(0, expert)
     for expert in (9, 10, 11, 12):
-        cache.take(0, expert)
+        cache.assign(0, expert)
     assert set(range(6)) <= set(cache.resident(0))
-    assert cache.take(0, 13, keep=(11, 12)) is None
-    assert cache.take(0, 13, keep=(11, 12), pinned=True) is not None  # unless nothing else can be evicted
+    assert cache.assign(0, 13, keep=(11, 12)) is None
+    assert cache.assign(0, 13, keep=(11, 12), pinned=True) is not None  # unless nothing else can be evicted
     assert sorted(cache.resident(0)) == [1, 2, 3, 4, 5, 11, 12, 13]
 
 

@@ -434,13 +434,13 @@ def test_blocks_evicted_together_are_those_evicted_one_by_one(rng: random.Random
     evicted: list[list[bytes]] = [[], []]
 
     def evict(cache: KVCache, keys: list[bytes], wanted: int) -> bool:
-        def may_go(blocks: Sequence[int]) -> bool:
+        def can_evict(blocks: Sequence[int]) -> bool:
             if refused in blocks:
                 return False
             keys.extend(map(cache.tree.key, blocks))
             return True
 
-        return cache.tree.evict(wanted, may_go)
+        return cache.tree.evict(wanted, can_evict)
 
     together = evict(caches[0], evicted[0], wanted)
     while (one := caches[1].pool.free < wanted) and evict(caches[1], evicted[1], caches[1].pool.free + 1):

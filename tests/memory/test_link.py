@@ -93,8 +93,8 @@ def test_neighbours_are_one_copy() -> None:
 
 def test_every_slot_lies_where_its_address_says() -> None:
     slots = Slots(lambda nbytes: memoryview(bytearray(nbytes)), 3 << 20, 7)  # two per slab, and one in the last
-    taken = [slots.take() for _ in range(7)]
-    assert slots.take() is None
+    taken = [slots.acquire() for _ in range(7)]
+    assert slots.acquire() is None
     numbers = [slot for slot in taken if slot is not None]
     views = slots.views(numbers)
     assert sorted(numbers) == list(range(7))

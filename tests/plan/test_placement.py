@@ -139,10 +139,10 @@ def check_pages(placed: WeightPlan, plan: Plan, config: ModelConfig, specs: Any)
     assert list(placed.parts) == list(specs)
     assert {*placed.parts.values(), *placed.experts.values()} == {"managed"}
     page = managed_page(plan.device)
-    assert placed.host_bytes == placed.managed_bytes >= sum(map(units.travelling, units.parts))
+    assert placed.host_bytes == placed.managed_bytes >= sum(map(units.moved_bytes, units.parts))
     assert placed.disk_bytes == placed.resident_bytes == placed.quota == placed.ring == 0
     # The largest layer fits, together with the next one if that is prefetched.
-    parts = max(map(units.travelling, units.parts)) * (2 if placed.strategy == "uvm-prefetch" else 1)
+    parts = max(map(units.moved_bytes, units.parts)) * (2 if placed.strategy == "uvm-prefetch" else 1)
     assert min(parts, placed.managed_bytes) <= placed.device_bytes <= placed.managed_bytes
     assert placed.device_bytes % page == placed.managed_bytes % page == 0
     for column in ("device", "host", "disk"):
@@ -303,7 +303,7 @@ def test_pinned_experts_never_move_and_the_others_share_what_one_step_needs() ->
 
 
 def test_offload_takes_whole_layers_from_the_first_until_enough_are_away() -> None:
-    layer = UNITS.travelling("layers.0")
+    layer = UNITS.moved_bytes("layers.0")
     plan = make_plan(PlanRequest(gpu_memory=32 * 10**8, cpu_offload=layer + 1), MANY, MANY_SPECS, GPU)
     placed = plan.placement
     assert placed is not None

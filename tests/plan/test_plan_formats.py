@@ -60,7 +60,7 @@ def test_a_speed_is_predicted_only_where_its_share_was_measured(here: Path) -> N
     assert not four.source
     assert whole.decode is not None
     assert whole.decode.predicted == pytest.approx(0.73 * whole.decode.limit)
-    assert any("No share was measured of" in note and "int4" in note for note in notes(list(rows.values())))
+    assert any("No share was measured for" in note and "int4" in note for note in notes(list(rows.values())))
 
 
 def test_the_table_fits_a_terminal_of_80_columns(here: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_disk_that_is_a_file_or_lies_in_one_is_refused(tmp_path: Path, where: 
     (tmp_path / "file").touch()
     path = tmp_path / where
     assert refusal(disks=(DiskBudget(path, 100 * MB),)) == (
-        f"--disk {path} cannot be used: it is, or lies in, a file; give a folder that can be written")
+        f"--disk {path} cannot be used: it is a file, or inside a file; give a folder that can be written")
 
 
 # Host memory and the machine

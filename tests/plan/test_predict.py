@@ -88,7 +88,7 @@ def test_a_host_computes_instead_of_the_device_in_decode_and_is_streamed_past_in
 
 def test_streamed_layers_move_whole_and_hide_what_they_can() -> None:
     _, placed, predicted = planned("sequential", max_model_len=2048, max_num_seqs=4, max_num_batched_tokens=512)
-    moved = sum(UNITS.travelling(part) for part, where in placed.parts.items() if where == "streamed")
+    moved = sum(UNITS.moved_bytes(part) for part, where in placed.parts.items() if where == "streamed")
     assert predicted.decode_moved == predicted.prefill_moved == moved
     assert 1 / predicted.decode_tokens_per_second == pytest.approx(moved / 50e9, rel=1e-6)
     fast = planned("sequential", replace(CARD, host_to_device=1e15), max_model_len=2048, max_num_seqs=4,

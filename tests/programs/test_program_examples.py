@@ -41,7 +41,7 @@ def held(llm: LLM, requests: int) -> Iterator[None]:
 def test_an_example_finds_what_can_be_found(llm: LLM, backend: RecordingBackend, name: str, together: int) -> None:
     example, calls = importlib.import_module(name), importlib.import_module("calls")
     said = example.run(backend)
-    assert backend.counts.device >= 0.98 * findable(backend.asked, backend.gate.block_size) > 0
+    assert backend.counts.device >= 0.98 * findable(backend.requests, backend.gate.block_size) > 0
     llm.reset_prefix_cache()
     hand = calls.Calls(llm)
     with held(llm, together):

@@ -62,7 +62,7 @@ def test_a_chat_has_the_tokens_of_the_chat_template(llm: LLM, backend: Recording
     assert s.rebuilds == 0
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    first, second = backend.asked
+    first, second = backend.requests
     assert tokenizer.decode(first.ids, False) == tokenizer.apply_chat_template(said[:2]) + "Well: "
     assert second.ids[:len(first.ids)] == first.ids
     assert second.ids[len(first.ids):len(first.ids) + 9] == first.generated
@@ -70,7 +70,7 @@ def test_a_chat_has_the_tokens_of_the_chat_template(llm: LLM, backend: Recording
     if "�" not in s["one"]:  # half a character is lost in its text
         assert second.ids == by_hand.prompt_token_ids
         assert s["two"] == by_hand.outputs[0].text
-    assert s.tokens_by_source().device == findable(backend.asked, 16) > 0
+    assert s.tokens_by_source().device == findable(backend.requests, 16) > 0
 
 
 class Forgetful(RecordingBackend):
@@ -84,8 +84,8 @@ def test_a_template_that_does_not_extend_wins_and_is_counted(backend: RecordingB
     forgetful = Forgetful(backend.inner)
     s = two_turns.run("What is a square?", "And a cube?", backend=forgetful)
     assert s.rebuilds == 1
-    assert forgetful.asked[1].ids == forgetful.render(s.messages()[:-1])
-    assert s.tokens_by_source().device == findable(forgetful.asked, 16) > 0
+    assert forgetful.requests[1].ids == forgetful.render(s.messages()[:-1])
+    assert s.tokens_by_source().device == findable(forgetful.requests, 16) > 0
 
 
 def test_a_fork_within_a_message_ends_it_where_it_begins_another(backend: RecordingBackend) -> None:
@@ -121,7 +121,7 @@ def test_constrained_gens_and_stop_strings(backend: RecordingBackend) -> None:
     assert re.fullmatch("[0-9]{3}", s["number"])
     assert json.loads(s["object"]) in schema["enum"]
     assert s.meta("free")["finish_reason"] == "length"
-    assert backend.decode(backend.asked[-1].ids) == f"Number: {s['number']} and {s['object']}\n"
+    assert backend.decode(backend.requests[-1].ids) == f"Number: {s['number']} and {s['object']}\n"
 
     stop = next(letter for letter in reversed(s["free"]) if letter != "�")
 
@@ -132,8 +132,8 @@ def test_constrained_gens_and_stop_strings(backend: RecordingBackend) -> None:
     cut = stopped.run(f"Number: {s['number']} and {s['object']}\n", backend=backend)
     assert cut["cut"] == s["free"].partition(stop)[0]
     assert cut.meta("cut")["stop_reason"] == stop
-    ids = backend.asked[-2].ids
-    kept = backend.asked[-1].ids
+    ids = backend.requests[-2].ids
+    kept = backend.requests[-1].ids
     assert kept[:len(ids)] == ids
     assert backend.decode(kept[len(ids):]) == cut["cut"] + "|"
 
@@ -195,7 +195,7 @@ def test_leaving_early_leaves_no_request_behind(llm: LLM, backend: RecordingBack
     else:
         async def cancelled() -> None:
             task = asyncio.create_task(endless.run_async(backend=backend))
-            await asyncio.to_thread(until, lambda: len(backend.asked) == 3)
+            await asyncio.to_thread(until, lambda: len(backend.requests) == 3)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -246,7 +246,7 @@ def test_what_cannot_be_written_is_refused_in_a_sentence(backend: RecordingBacke
     refused("images are not supported", add(lambda: image("cat.png")))
     refused("did you mean 'temperature'", add(lambda: gen("x", temprature=1)))
     refused("one of regex, schema and grammar", add(lambda: gen("x", regex="a", schema={})))
-    refused("stands in assistant", add(lambda: user(gen("x"))))
+    refused("belongs in assistant", add(lambda: user(gen("x"))))
     refused("holds a message of its own", add(lambda: user(user("x"))))
     refused("put all text in roles", add("text", user("x"), assistant(gen("y"))))
     refused("outside of a role, behind messages", add(user("x"), "text", assistant(gen("y"))))
@@ -284,7 +284,7 @@ def test_a_batch_computes_its_common_beginning_once(backend: RecordingBackend) -
     asked: list[dict[str, Any]] = [{"question": f"What is {n} and {n}?"} for n in range(12)]
     states = shot.run_batch(asked, backend=backend, progress=False)
     assert [each["question"] in state.text() for each, state in zip(asked, states, strict=True)] == [True] * 12
-    assert sum(state.tokens_by_source().device for state in states) == findable(backend.asked, 16) >= 11 * 80
+    assert sum(state.tokens_by_source().device for state in states) == findable(backend.requests, 16) >= 11 * 80
     alone = [shot.run(**each, backend=backend)["answer"] for each in asked]
     assert [state["answer"] for state in states] == alone
 
@@ -309,11 +309,11 @@ def test_fixed_text_is_prefilled_while_the_program_does_something_else(backend: 
     @program(temperature=0, max_tokens=2)
     def slow(s: State) -> None:
         s += "First: " + gen("first") + text
-        until(lambda: len(backend.asked) == 2 and not backend.open, seconds)
+        until(lambda: len(backend.requests) == 2 and not backend.open, seconds)
         s += gen("second")
 
     s = slow.run(backend=backend)
-    ahead, last = backend.asked[1:]
+    ahead, last = backend.requests[1:]
     assert ahead.ids == last.ids[:len(ahead.ids)]
     assert s.meta("second")["counts"].device >= len(text) - 32
 

@@ -43,10 +43,10 @@ def test_a_server_says_what_the_engine_in_process_says(llm: LLM, served: Server,
                     s["really"][2]] for s in states]
     assert here == there
     assert json.loads(states[1]["object"][2]) in ("small", "large")
-    assert sorted(each.ids for each in backend.asked) == sorted(each.ids for each in recorded.asked)
+    assert sorted(each.ids for each in backend.requests) == sorted(each.ids for each in recorded.requests)
     counts = states[1].tokens_by_source()
     assert counts == states[0].tokens_by_source()
-    assert counts.device == findable(recorded.asked, 16) > 0
+    assert counts.device == findable(recorded.requests, 16) > 0
 
 
 @pytest.mark.parametrize("text", ["Forty letters", "caf\u00e9 \u4f60\u597d \U0001f642", "</s>[user]  \n"])

@@ -74,7 +74,7 @@ def test_64_tasks_with_random_aborts_and_deaths_get_the_tokens_of_one_by_one(fol
         asking = [asyncio.ensure_future(ask(rng.randrange(10**6))) for _ in range(32)]
         waiting = [asyncio.ensure_future(anext(llm.generate([seed, 1], LONG))) for seed in range(3, 40)]
         await asyncio.sleep(0)
-        while not llm.latest().num_running:
+        while not llm.latest_stats().num_running:
             await asyncio.sleep(0.01)
         first = llm.info.pid
         os.kill(first, signal.SIGKILL)

@@ -252,7 +252,7 @@ def test_a_grammar_is_compiled_beside_the_loop_and_a_bad_one_refused(null: Serve
         await until(lambda: client.num_open == 2)
         task.cancel()
         await asyncio.wait([task])
-        await until(lambda: client.latest().num_waiting == 0)
+        await until(lambda: client.latest_stats().num_waiting == 0)
         assert (await client.call("stats")).num_running == 0
 
     null.run(leave_while_compiling())
@@ -303,7 +303,7 @@ def test_a_dead_engine_is_told_to_clients_at_once_and_started_again(
         monkeypatch.setattr(engine_keeper, "MAX_QUICK_DEATHS", 1)
         await die(lambda: client._keeper.send(b"\xc1"), "exited with code 1")
         await until(lambda: client.gave_up)
-        with pytest.raises(EngineDead, match="not started again"):
+        with pytest.raises(EngineDead, match="not restarted"):
             await answer(client, [1, 2, 3], params)
 
     try:

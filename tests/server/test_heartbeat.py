@@ -51,9 +51,9 @@ def test_a_stopped_engine_shows_in_health_and_goes_on_with_its_answers(watched: 
                 thread.start()
             until(lambda: http.get("/health").status_code == 503, 20)
             error = http.get("/health").json()["error"]
-            assert "no sign of life for" in error["message"]
+            assert "no heartbeat for" in error["message"]
             assert "(since 20" in error["message"]
-            assert "after 12 s it is started again" in error["message"]
+            assert "after 12 s it is restarted" in error["message"]
             assert http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 503
             assert http.get("/live").json()["state"] == "hung"
             assert watched.metrics_total("engine_heartbeat_age_seconds") > 4
@@ -79,7 +79,7 @@ def test_an_engine_that_hangs_for_good_is_replaced(watched: Server) -> None:
     asking.start()
     asking.join(30)
     assert answers[0].status_code == 503
-    assert "the engine hung: it gave no sign of life" in answers[0].json()["error"]["message"]
+    assert "the engine hung: it sent no heartbeat" in answers[0].json()["error"]["message"]
     with watched.http() as http:
         until(lambda: http.get("/health").status_code == 200, 60)
         assert http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 3}).json()["usage"]["completion_tokens"] == 3
@@ -106,7 +106,7 @@ def test_an_engine_that_hangs_while_it_starts_is_an_error(folder: str, monkeypat
         while llm._keeper._process is None:
             await asyncio.sleep(0.01)
         os.kill(llm._keeper._process.pid, signal.SIGSTOP)
-        with pytest.raises(SpilloverError, match=r"the engine hung: it gave no sign of life .* while starting"):
+        with pytest.raises(SpilloverError, match=r"the engine hung: it sent no heartbeat .* while starting"):
             await starting
 
     asyncio.run(asyncio.wait_for(start(), 60))
@@ -118,37 +118,37 @@ def test_what_is_heard_is_what_the_engine_last_did(monkeypatch: pytest.MonkeyPat
     """The front sees the engine's latest activity however rarely it looks; silence counts while it is awake."""
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.002)
     rng, ours = random.Random(0), Heartbeat()
-    pulse = Pulse(ours.theirs)
+    pulse = Pulse(ours.write_end)
     limits = HangLimits(degraded_seconds=1, hang_seconds=5, step_seconds=10)
     for _ in range(100):
         activity, steps = rng.choice([IMPORTING, LOADING, IDLE, STEP, CALL]), rng.randrange(10**6)
         pulse.at(activity, steps)
         time.sleep(0.01)
-        ours.look()
+        ours.poll()
         if (ours.activity, ours.steps) != (activity, steps):  # on a busy machine the thread may not have run yet
-            until(lambda activity=activity, steps=steps: (ours.look(), (ours.activity, ours.steps))[1]
+            until(lambda activity=activity, steps=steps: (ours.poll(), (ours.activity, ours.steps))[1]
                   == (activity, steps))
         assert ours.hang(limits) is None
     endless = HangLimits(step_seconds=0.01)
     pulse.at(STEP, 7)
-    until(lambda: (ours.look(), ours.hang(endless))[1] is not None)
+    until(lambda: (ours.poll(), ours.hang(endless))[1] is not None)
     assert (ours.hang(endless) or "").startswith("hung: it was in a step (7 done before it) for")
     pulse.at(IDLE)  # may last indefinitely
-    until(lambda: (ours.look(), ours.activity)[1] == IDLE)
+    until(lambda: (ours.poll(), ours.activity)[1] == IDLE)
     time.sleep(0.05)
-    ours.look()
+    ours.poll()
     assert ours.hang(endless) is None
     clock = [time.monotonic()]
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 10**6)
     time.sleep(0.1)  # the thread's last beat
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    ours.look()
+    ours.poll()
     heard, awake = ours.silence, 0.0
     for _ in range(200):
         passed = rng.choice([0.1, 0.25, 0.9, 3600.0])
         clock[0] += passed
         awake += min(passed, 1.0)
-        ours.look()
+        ours.poll()
         assert ours.silence == pytest.approx(heard + awake)
         assert (ours.hang(limits) is not None) == (ours.silence > (300 if ours.activity == IMPORTING else 5))
     ours.close()

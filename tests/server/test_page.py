@@ -157,7 +157,7 @@ def test_speculation_is_shown_where_it_is_on_and_what_is_simulated_says_so(brows
             "80%1", "50%2", "0%3", "0%4"]
         assert browser.evaluate("document.querySelector('#speculation-stack').ariaLabel") == "accepted 43%, wasted 57%"
         client.info.config.speculation = SpeculativeConfig("simulated", 2, simulated=(0.8, 0.5))
-        browser.wait("document.getElementById('speculation').textContent.includes('made up')")
+        browser.wait("document.getElementById('speculation').textContent.includes('not measured')")
         assert [text for text in browser.evaluate(numbers) if "(simulated)" in text] == [
             "tokens per pass (simulated)2.30", "accepted (simulated)13", "wasted (simulated)17"]
         assert "(simulated)" in browser.text("#positions-title")
@@ -174,7 +174,7 @@ def test_ranks_and_the_balance_of_their_experts_are_shown(browser: Chromium) -> 
         client.stats = msgspec.structs.replace(client.stats, time=3.0, ranks=RanksReport(2, 67, 3_000_000, 0.5))
         browser.wait("document.getElementById('ranks').checkVisibility()")
         assert browser.evaluate("[...document.querySelectorAll('#ranks-numbers div')].map((d) => d.textContent)") == [
-            "meetings67", "given by rank 03.0 MB", "waited by rank 0500 ms"]
+            "collectives67", "sent by rank 03.0 MB", "wait of rank 0500 ms"]
         assert not browser.evaluate("document.getElementById('ranks-rows').checkVisibility()")
         experts = RanksReport(4, 67, 3, 0.5, (40, 20, 20, 20))
         client.stats = msgspec.structs.replace(client.stats, time=4.0, ranks=experts)

@@ -64,7 +64,7 @@ class RankThreads:
         try:
             follower = Follower(self.runners[index], ahead=False)
             while (message := self._inboxes[index].get()) != STOP:
-                follower.take(message)
+                follower.launch(message)
         except BaseException as error:
             self._error = error
 

@@ -134,7 +134,7 @@ def measure(setting: Setting, workload: ServeWorkload, num_iters: int = 1, progr
     finally:
         target.close()
         del target
-        give_back_memory()
+        release_memory()
 
 
 def warm_up(target: Generates, workload: ServeWorkload, whole: bool = False) -> None:
@@ -158,7 +158,7 @@ def offline(workload: ServeWorkload, repeat: int) -> list[BenchRequest]:
     return requests
 
 
-def give_back_memory() -> None:
+def release_memory() -> None:
     """Return freed memory to the system, so that it is not counted in the next setting of a sweep."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim

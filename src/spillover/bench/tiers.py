@@ -18,7 +18,7 @@ from spillover.bench.bounds import Achieved, achieved, workload_bound
 from spillover.bench.serving.serve_request import ServeWorkload
 from spillover.bench.statistics import Interval, Ratio, median_interval, paired_ratio
 from spillover.bench.target import SOURCES, BenchRequest, Completion, GeneratesWithTiers, Limits, TierTraffic
-from spillover.bench.throughput import give_back_memory, offline
+from spillover.bench.throughput import offline, release_memory
 from spillover.bench.workloads.workloads import WARMUP, Conversations
 
 Progress = Callable[[int, int], None]  # (turns completed, total turns)
@@ -104,7 +104,7 @@ class Lineup:
             del self._before[name]
         self._open.pop(name).close()
         gc.unfreeze()
-        give_back_memory()
+        release_memory()
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Agreement:
     different: list[str] = field(default_factory=list)  # descriptions of the arm and prompt of each difference
     _known: dict[Any, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
-    def take(self, prompt: Any, arm: str, tokens: tuple[int, ...]) -> None:
+    def compare(self, prompt: Any, arm: str, tokens: tuple[int, ...]) -> None:
         """Compare an arm's tokens with the first arm's. `prompt`: a name of the prompt, the same for every arm."""
         first, expected = self._known.setdefault(prompt, (arm, tokens))
         if first == arm:
@@ -204,7 +204,7 @@ def no_reuse(arms: Sequence[Arm], workload: ServeWorkload, repeats: int, togethe
                 completions, settled = lineup.generate(name, requests)
                 done[name].append(_repeat(completions, settled))
                 for index, completion in enumerate(completions):
-                    agreement.take(f"prompt {index} of repeat {repeat}", name, completion.token_ids)
+                    agreement.compare(f"prompt {index} of repeat {repeat}", name, completion.token_ids)
                 on_turn(sum(map(len, done.values())), repeats * len(done))
         base = [repeat.output_rate for repeat in next(iter(done.values()))]
         results = []
@@ -299,7 +299,7 @@ def multi_turn(arms: Sequence[Arm], workload: Conversations, first_rounds: int, 
                            for token in (*answers.get((chat, earlier - 1), ()), *workload.question(chat, earlier)))
             [completion], _ = lineup.generate(name, [BenchRequest(prompt, workload.answer_len)])
             answers.setdefault((chat, turn), completion.token_ids)
-            agreement.take(f"turn {turn} of chat {chat}", name, completion.token_ids)
+            agreement.compare(f"turn {turn} of chat {chat}", name, completion.token_ids)
             done[name].append(Turn(chat, turn, completion.first_token, dict(completion.sources)))
             on_turn(index, len(plan))
         return [_multi_turn_result(arm, done, arms[0].name, lineup.traffic(arm.name)) for arm in arms]

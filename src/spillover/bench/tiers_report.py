@@ -19,7 +19,7 @@ NOTHING = "-"
 
 def no_reuse_table(results: Sequence[NoReuseResult], title: str) -> Table:
     table = make_table(title, "tiers", "output tok/s", "mean TTFT ms", "mean TPOT ms",
-                       f"x {results[0].arm.name}, 95% range", "of limit", "hit rate")
+                       f"x {results[0].arm.name}, 95% interval", "of limit", "hit rate")
     for result in results:
         if not result.repeats:
             _not_run(table, result.arm)
@@ -39,7 +39,7 @@ def no_reuse_table(results: Sequence[NoReuseResult], title: str) -> Table:
 
 def multi_turn_table(results: Sequence[MultiTurnResult], title: str) -> Table:
     used = [source for source in SOURCES if any(result.sources[source] for result in results if result.warm)]
-    table = make_table(title, "tiers", "warm TTFT ms", "95% range", "recompute / this, 95% range",
+    table = make_table(title, "tiers", "warm TTFT ms", "95% interval", "speed-up, 95% interval",
                        *(f"{source} tok" for source in used), "hit rate")
     for result in results:
         if not result.warm:

@@ -32,7 +32,7 @@ def _use(ctx: click.Context, _param: click.Parameter, name: str | None) -> None:
     for key, value in _read(Path(name).expanduser()).items():
         param = options.get(_plain(key))
         if param is None:
-            raise SpilloverError(f"{name} sets '{key}', which is no flag of this command"
+            raise SpilloverError(f"{name} sets '{key}', which is not a flag of this command"
                                  + did_you_mean(_plain(key), options))
         assert param.name is not None
         defaults[param.name] = _value(param, value, f"'{key}' in {name}")

@@ -60,10 +60,10 @@ def list_weeks(results: Path) -> None:
     table = make_table("Weeks: spill course run WEEK", *headings, text=headings[1:])
     for week in all_weeks():
         last = runs_of(results, week)[:1]
-        stands = [outcome.outcome for run in last for outcome in check(run)]
-        told = ", ".join(f"{stands.count(word)} {word}" for word in TONES if word in stands)
+        outcomes = [outcome.outcome for run in last for outcome in check(run)]
+        counts = ", ".join(f"{outcomes.count(word)} {word}" for word in TONES if word in outcomes)
         table.add_row(str(week.number), week.title, week.phase, ", ".join(week.engines),
-                      duration(most_seconds(week, "cpu")), told or "not run")
+                      duration(most_seconds(week, "cpu")), counts or "not run")
     make_console().print(table)
 
 
@@ -160,8 +160,8 @@ def run(week: str, scale: str, engine: str, model: str | None, load_format: str,
             write_book(results, results / "book.html")  # after every week, as a later one may be interrupted
     if not dry_run:
         runs = [CourseRun.of(results, each, scale, engine) for each in chosen]
-        stands = [outcome.outcome for one in runs for outcome in outcomes_of(one)]
-        click.echo("checks: " + ", ".join(f"{stands.count(word)} {word}" for word in TONES))
+        outcomes = [outcome.outcome for one in runs for outcome in outcomes_of(one)]
+        click.echo("checks: " + ", ".join(f"{outcomes.count(word)} {word}" for word in TONES))
         click.echo(f"book: {write_book(results, results / 'book.html')}")
 
 
@@ -211,11 +211,11 @@ def report(results: Path, out: Path | None, output_json: Path | None, markdown: 
     from spillover.lab.store import write_json
 
     if output_json is not None or markdown is not None:
-        told = summary(results, all_weeks(), note)
+        course_summary = summary(results, all_weeks(), note)
         if output_json is not None:
-            write_json(output_json, told)
+            write_json(output_json, course_summary)
         if markdown is not None:
-            markdown.write_text(table(told))
+            markdown.write_text(table(course_summary))
     click.echo(f"book: {write_book(results, out or results / 'book.html')}")
 
 
@@ -236,7 +236,7 @@ def _weeks(given: str) -> list[Week]:
 def _run_week(console: Console, one: CourseRun, made: dict[str, Any], todo: dict[str, tuple[CommandStep, list[str]]],
               deadline: float, dry_run: bool, again: bool) -> None:
     from spillover.cli.lab.lab_run import run_in_terminal, show_plan
-    from spillover.course.shape import answered
+    from spillover.course.shape import decision_rule
     from spillover.course.steps import clear_disks
     from spillover.lab.report import write_report
 
@@ -257,7 +257,7 @@ def _run_week(console: Console, one: CourseRun, made: dict[str, Any], todo: dict
                 clear_disks(experiment)
             begun, before = time.monotonic(), one.step_seconds(name)
             try:
-                run_in_terminal(console, experiment, folder, monitors=True, answered=answered(one, name),
+                run_in_terminal(console, experiment, folder, monitors=True, stop_rule=decision_rule(one, name),
                                 deadline=deadline)
                 write_report(folder)
             except SpilloverError as error:  # other steps and weeks continue; the book shows the error
@@ -286,7 +286,7 @@ def _run_command(console: Console, one: CourseRun, step: CommandStep, given: lis
                 lines = done.stderr.strip()[-LOG_TAIL:].splitlines()
                 why = lines[-1] if lines else f"exit code {done.returncode}"
         except subprocess.TimeoutExpired:
-            why = f"it took more than {most:.0f} s" if most else "the time of --limit had passed"
+            why = f"it took more than {most:.0f} s" if most else "the time limit (--limit) had passed"
     if why is not None:
         console.print(f"{step.name}: {why}", style="red", highlight=False, markup=False)
     one.note(step.name, done=why is None, reason=why, seconds=time.monotonic() - begun)

@@ -73,7 +73,7 @@ def train(model: str, folder: Path, data: Path | None, method: str, layers: int,
                                batch_tokens=batch_tokens, learning_rate=learning_rate, answers=answers,
                                answer_tokens=answer_tokens, seed=seed, device=device)
         trained = run(model, folder, options, data, resume, show)
-    click.echo(f"{format_bytes(trained.nbytes)}; loss {trained.first_loss:.2f} -> {trained.last_loss:.2f}; likeliest "
-               f"token agrees in {trained.agreement:.1%} of answers kept aside; knows {trained.covered:.1%} of the "
-               "answers' tokens", err=True)
+    click.echo(f"{format_bytes(trained.nbytes)}; loss {trained.first_loss:.2f} -> {trained.last_loss:.2f}; most "
+               f"likely token agrees at {trained.agreement:.1%} of held-out tokens; the vocabulary covers "
+               f"{trained.covered:.1%} of the answers' tokens", err=True)
     click.echo(str(trained.folder))

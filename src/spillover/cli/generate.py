@@ -41,7 +41,7 @@ def _place_model(flags: dict[str, Any], given: dict[str, Any]) -> None:
 @click.option("--schema", default=None, metavar="FILE|JSON",
               help="Generate JSON that a JSON schema accepts, given as a file or in full.")
 @click.option("--json", "as_json", is_flag=True,
-              help="Print the whole result as JSON: text, token ids, why it ended, timings, prompt tokens by source.")
+              help="Print the whole result as JSON: text, token ids, finish reason, timings, prompt tokens by source.")
 @engine_options(positional=False, complete=_place_model)
 def generate(config: EngineConfig, sampling: dict[str, Any], words: tuple[str, ...], n: int, schema: str | None,
              as_json: bool) -> None:

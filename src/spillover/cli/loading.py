@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spillover.plan.rates import Rates
 
 
-def look_at(config: EngineConfig) -> PlannedModel:
+def plan_only(config: EngineConfig) -> PlannedModel:
     """Find the model, downloading it if necessary, and plan for it; loads no weights."""
     with stages() as show:
         resolve(config.model, show)

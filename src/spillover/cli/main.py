@@ -29,7 +29,7 @@ from spillover.cli.pool import pool
 from spillover.cli.pull import pull
 from spillover.cli.quantize import quantize
 from spillover.cli.serve import serve
-from spillover.engine.vllm_flags import instead_of
+from spillover.engine.vllm_flags import replacement_for
 from spillover.errors import SpilloverError, did_you_mean
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
@@ -115,8 +115,8 @@ def _usage(error: click.UsageError) -> int:
 def _no_such_option(error: click.NoSuchOption) -> str:
     names = [name for param in error.ctx.command.params for name in (*param.opts, *param.secondary_opts)
              if name.startswith("--")] if error.ctx is not None else []
-    if "--tensor-parallel-size" in names and (instead := instead_of(error.option_name)) is not None:
+    if "--tensor-parallel-size" in names and (instead := replacement_for(error.option_name)) is not None:
         return f"vLLM's {error.option_name} is not supported here: {instead}"
     near = difflib.get_close_matches(error.option_name, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "; see --help for those there are"
+    hint = f"; did you mean {near[0]}?" if near else "; --help lists the options"
     return f"No such option {error.option_name}{hint}"

@@ -78,7 +78,7 @@ def as_dict(profile: PhaseProfile, bounds: Mapping[str, Bound]) -> dict[str, Any
     return {
         "steps": profile.steps,
         "tokens": profile.num_tokens,
-        "step_us": profile.whole * 1e6,
+        "step_us": profile.total_seconds * 1e6,
         "profiled_step_us": profile.profiled * 1e6,
         "limit_us": bounds[""].seconds * 1e6,
         "kernels": sum(part.kernels for part in profile.parts.values()),
@@ -102,7 +102,8 @@ def parts_table(profile: PhaseProfile, bounds: Mapping[str, Bound], title: str) 
     kernels = sum(part.kernels for part in profile.parts.values())
     table.add_row("step, profiled", f"{kernels:,.0f}", f"{profile.profiled * 1e6:,.1f}", "100.0%",
                   *_limit_cells(bounds[""], profile.profiled))
-    table.add_row("step, as usual", "", f"{profile.whole * 1e6:,.1f}", "", *_limit_cells(bounds[""], profile.whole))
+    table.add_row("step, not profiled", "", f"{profile.total_seconds * 1e6:,.1f}", "",
+                  *_limit_cells(bounds[""], profile.total_seconds))
     return table
 
 
@@ -110,12 +111,12 @@ def host_table(profile: PhaseProfile) -> Table:
     table = make_table("On the host, while the device computes", "part", "us", "share")
     for part in HOST_PARTS:
         seconds = profile.host[part]
-        table.add_row(part, f"{seconds * 1e6:,.1f}", f"{seconds / profile.whole:.1%}")
+        table.add_row(part, f"{seconds * 1e6:,.1f}", f"{seconds / profile.total_seconds:.1%}")
     return table
 
 
 def kernels_table(profile: PhaseProfile) -> Table:
-    table = Table(title="Kernels that took most", title_justify="left", title_style="bold")
+    table = Table(title="Kernels that took the most time", title_justify="left", title_style="bold")
     table.add_column("kernel", max_width=80, no_wrap=True)
     table.add_column("part")
     for heading in ("launches", "us", "share"):

@@ -75,7 +75,7 @@ def quantize(model: str, kind: str, folder: Path, group_size: int | None, calibr
     groups = f" in groups of {written.scheme.group}" if written.scheme.group else " with a scale per row"
     tokens = f", calibrated on {written.tokens:,} tokens" if written.tokens else ""
     if written.dequantized:
-        click.echo(f"{source.name} is quantised itself: its weights were dequantised first, and both errors add up",
+        click.echo(f"{source.name} was already quantised: its weights were dequantised first, and both errors add up",
                    err=True)
     click.echo(f"{kind}{groups}{tokens}: {format_bytes(size)}", err=True)
     click.echo(str(written.folder))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spillover.cli.cluster.fleet_options import FleetOptions, fleet_options, take_fleet
+from spillover.cli.cluster.fleet_options import FleetOptions, fleet_options, pop_fleet_options
 from spillover.cli.cluster.replicas import check_replicas, own_pool, serve_replicas, visible_gpus
 from spillover.cli.cluster.router import check_prefill, routing_options
 from spillover.cli.config_file import config_file_option
@@ -85,7 +85,7 @@ def serve(config: EngineConfig, pool_memory: str, **options: Any) -> None:
     from spillover.server.listen import address_of, listen
     from spillover.units import parse_bytes
 
-    fleet = take_fleet(options)
+    fleet = pop_fleet_options(options)
     routing = _routing(options, fleet)
     if fleet is not None:
         check_replicas(config, fleet.most, visible_gpus(), routing["disaggregation"], ray=fleet.ray)
@@ -174,7 +174,7 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
         def announce(client: AsyncLLM) -> None:
             bar.close()
             names = escape(", ".join(settings.served_model_names))
-            empty = " with no model behind it (--load-format null)" if client.info.null_model else ""
+            empty = " without a model (--load-format null)" if client.info.null_model else ""
             console.print(f"[bold]{names}[/bold] is served at {address}/v1{empty}", highlight=False, soft_wrap=True)
             console.print(f"Page: {address}/   Ctrl-C stops.", highlight=False, soft_wrap=True)
             keyless = not settings.api_keys and settings.api_key_file is None

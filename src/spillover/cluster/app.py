@@ -63,7 +63,7 @@ class RouterApp:
         elif path in ROUTED:
             raise ApiError(405, f"{path} does not take {method}; it takes POST.")
         else:
-            raise ApiError(404, f"There is no {method} {path} here: the router takes {', '.join(ROUTED)}, "
+            raise ApiError(404, f"There is no {method} {path} here: the router serves {', '.join(ROUTED)}, "
                                 f"{', '.join(FORWARDED[:3])}, /health, /metrics and /replicas.")
 
     def _own(self, method: str, path: str) -> Response | None:
@@ -99,7 +99,7 @@ class RouterApp:
         return _json(self._described(replica))
 
     def _described(self, replica: Replica) -> dict[str, Any]:
-        now, watcher = clock(), self._watchers[replica.place]
+        now, watcher = clock(), self._watchers[replica.index]
         return {"name": replica.name, "url": watcher.upstream.url, "ready": replica.ready,
                 "why": replica.why or None, "draining": replica.draining, "breaker_open": replica.breaker.is_open,
                 "models": sorted(replica.models), "index_state": self._fleet.state(replica).value,

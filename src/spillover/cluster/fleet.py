@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from spillover.cluster.index import Match, PrefixIndex
 from spillover.cluster.mirror import Approximation, IndexState, Mirror
-from spillover.cluster.policy import Ask, Candidate, Policy
-from spillover.cluster.predict import Demand, Prediction, alike, predict
+from spillover.cluster.policy import Candidate, Policy, RequestFacts
+from spillover.cluster.predict import Demand, Prediction, equalised_rates, predict
 from spillover.cluster.replica import Flight, Replica
 from spillover.memory.kv.event_wire import GPU
 
-EASE = 8  # sequences a replica may decode beyond the least busy one without counting as busier
+RUNNING_TOLERANCE = 8  # sequences a replica may decode beyond the least busy one without counting as busier
 BUSY_SECONDS = 10.0  # time constant in seconds of the share of time that replicas are busy
 REUSE_SMOOTHING = 0.02
 ROLE_SECONDS = 1.0  # a replica for prompts decodes only if all others would be later by more than this
@@ -49,14 +49,14 @@ class Decision(NamedTuple):
     prediction: Prediction
     keys: Keys
     first: int  # index of the first block that the replica has to compute
-    apart: bool = False  # another replica computes the blocks, and this one loads them
+    remote_prefill: bool = False  # another replica computes the blocks, and this one loads them
 
 
 class Fleet:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.replicas: list[Replica] = []
-        self.index = PrefixIndex()
+        self.prefix_index = PrefixIndex()
         self.mirrors: list[Mirror | Approximation] = []
         self.spaces: list[str] = []  # key space of each replica
         self.reusable_tokens = 0  # prompt tokens in blocks that an earlier request had: the most a cache can find
@@ -71,24 +71,24 @@ class Fleet:
         """Add a replica whose blocks are guessed from the requests sent to it."""
         replica = Replica(len(self.replicas), name)
         self.replicas.append(replica)
-        self.index.add(replica.place)
-        self.mirrors.append(Approximation(self.index, replica.place))
+        self.prefix_index.add(replica.index)
+        self.mirrors.append(Approximation(self.prefix_index, replica.index))
         self.spaces.append(space)
         return replica
 
     def follow(self, replica: Replica, space: str, mirror: Mirror | Approximation) -> None:
         """Set the mirror that tracks the replica's blocks from now on, under keys of this space."""
-        self.index.clear(replica.place)
-        self.mirrors[replica.place] = mirror
-        self.spaces[replica.place] = space
+        self.prefix_index.clear(replica.index)
+        self.mirrors[replica.index] = mirror
+        self.spaces[replica.index] = space
 
-    def lose(self, replica: Replica, why: str) -> None:
+    def mark_gone(self, replica: Replica, why: str) -> None:
         """Mark a replica as gone, and forget its blocks."""
         replica.ready, replica.why = False, why
-        self.mirrors[replica.place].lost()
+        self.mirrors[replica.index].reset()
 
     def state(self, replica: Replica) -> IndexState:
-        return self.mirrors[replica.place].state
+        return self.mirrors[replica.index].state
 
     # One request
 
@@ -102,30 +102,30 @@ class Fleet:
         session = self._sessions.get(prompt.session) if prompt.session is not None else None
         matches = self._matches(prompt, usable)
         candidates: list[Candidate] = []
-        loads = [replica.load(now, self.index.held(replica.place, GPU)) for replica in usable]
+        loads = [replica.load(now, self.prefix_index.held(replica.index, GPU)) for replica in usable]
         least = min(load.running for load in loads)
-        for replica, rates, load in zip(usable, alike([each.rates for each in usable]), loads, strict=True):
-            keys, match = matches[replica.place]
-            load.crowd = max(0, load.running - least - EASE)
+        for replica, rates, load in zip(usable, equalised_rates([each.rates for each in usable]), loads, strict=True):
+            keys, match = matches[replica.index]
+            load.excess_running = max(0, load.running - least - RUNNING_TOLERANCE)
             output = replica.output_tokens if prompt.output_tokens is None else min(prompt.output_tokens,
                                                                                     replica.output_tokens)
             prediction = predict(Demand(prompt.tokens, keys.block_size, output), match, rates, load,
                                  self._reuse)
-            candidates.append(Candidate(replica.place, prediction, len(replica.flights), replica.sent_tokens,
-                                        load.device_use, session == replica.place))
-        chosen = self.policy.choose(self._decoders(candidates), Ask(prompt.tokens, self.busy(now)))
+            candidates.append(Candidate(replica.index, prediction, len(replica.flights), replica.sent_tokens,
+                                        load.device_use, session == replica.index))
+        chosen = self.policy.choose(self._decoders(candidates), RequestFacts(prompt.tokens, self.busy(now)))
         keys, match = matches[chosen.replica]
         return Decision(self.replicas[chosen.replica], chosen.prediction, keys, match.blocks)
 
     def send(self, prompt: Prompt, decision: Decision, now: float) -> Flight:
         """Record that the request is sent as decided; `end` must follow."""
         replica, keys = decision.replica, decision.keys
-        flight = Flight(replica.place, prompt.tokens, decision.prediction, now, not replica.waiting,
-                        keys.keys, decision.first, keys.block_size, decision.apart)
+        flight = Flight(replica.index, prompt.tokens, decision.prediction, now, not replica.waiting,
+                        keys.keys, decision.first, keys.block_size, decision.remote_prefill)
         replica.send(flight)
-        self.index.expect(replica.place, flight.keys[flight.first:])
+        self.prefix_index.expect(replica.index, flight.keys[flight.first:])
         if prompt.session is not None:
-            self._sessions[prompt.session] = replica.place
+            self._sessions[prompt.session] = replica.index
             self._sessions.move_to_end(prompt.session)
             if len(self._sessions) > MOST_SESSIONS:
                 self._sessions.popitem(last=False)
@@ -158,7 +158,7 @@ class Fleet:
             cached_tokens: int | None = None) -> None:
         """Record that a request finished or failed. `cached_tokens` is the number that the answer reported."""
         self.replicas[flight.replica].end(flight, now, output_tokens)
-        self.index.unexpect(flight.replica, flight.keys[flight.first:])
+        self.prefix_index.unexpect(flight.replica, flight.keys[flight.first:])
         if cached_tokens is not None and flight.first:
             found = cached_tokens + flight.block_size >= flight.prediction.cached_tokens
             self.mirrors[flight.replica].answered(found)
@@ -170,7 +170,7 @@ class Fleet:
 
     def _decoders(self, candidates: list[Candidate]) -> list[Candidate]:
         """Leave out replicas for prompts, unless all others would give the first token much later."""
-        decoders = [each for each in candidates if not self.replicas[each.replica].for_prompts]
+        decoders = [each for each in candidates if not self.replicas[each.replica].prefill_role]
         if not decoders or len(decoders) == len(candidates):
             return candidates
         soonest = min(each.prediction.first_token for each in candidates)
@@ -182,8 +182,8 @@ class Fleet:
 
     def _matches(self, prompt: Prompt, usable: Sequence[Replica]) -> dict[int, tuple[Keys, Match]]:
         found: dict[int, tuple[Keys, Match]] = {}
-        for space in {self.spaces[replica.place] for replica in usable}:
+        for space in {self.spaces[replica.index] for replica in usable}:
             keys = prompt.keys.get(space, Keys())
-            places = [replica.place for replica in usable if self.spaces[replica.place] == space]
-            found.update((place, (keys, match)) for place, match in self.index.match(keys.keys, places).items())
+            indices = [replica.index for replica in usable if self.spaces[replica.index] == space]
+            found.update((index, (keys, match)) for index, match in self.prefix_index.match(keys.keys, indices).items())
         return found

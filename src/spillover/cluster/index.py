@@ -12,7 +12,7 @@ MOST_REPLICAS = 256
 STRIDE = 16  # blocks skipped at once if all remaining replicas have the last of them
 WIDTH = 4  # bits per replica: one per medium, and one for blocks that a request will compute
 EXPECTED, ANYWHERE = 8, 15
-_BITS = {medium: 1 << place for place, medium in enumerate(MEDIA)}
+_BITS = {medium: 1 << position for position, medium in enumerate(MEDIA)}
 
 
 @dataclass(slots=True)
@@ -33,19 +33,19 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._held: dict[int, dict[str, set[int]]] = {}  # replica -> medium -> keys
         # Per key four bits per replica: on its device, in its host memory, on its disk, expected. One lookup finds all.
-        self._where: dict[int, int] = {}
-        self._again: dict[int, dict[int, int]] = {}  # replica -> key -> requests computing it, beyond the first
+        self._masks: dict[int, int] = {}
+        self._also_expected: dict[int, dict[int, int]] = {}  # replica -> key -> requests computing it, beyond the first
 
     def add(self, replica: int) -> None:
         assert 0 <= replica < MOST_REPLICAS
         self._held[replica] = {medium: set() for medium in MEDIA}
-        self._again[replica] = {}
+        self._also_expected[replica] = {}
 
     def store(self, replica: int, medium: str, keys: Iterable[int]) -> None:
-        where, held, bit = self._where, self._held[replica][medium], _BITS[medium] << WIDTH * replica
+        masks, held, bit = self._masks, self._held[replica][medium], _BITS[medium] << WIDTH * replica
         for key in keys:
             held.add(key)
-            where[key] = where.get(key, 0) | bit
+            masks[key] = masks.get(key, 0) | bit
 
     def remove(self, replica: int, medium: str, keys: Iterable[int]) -> None:
         held, bit = self._held[replica][medium], _BITS[medium] << WIDTH * replica
@@ -63,24 +63,24 @@ class PrefixIndex:
 
     def expect(self, replica: int, keys: Iterable[int]) -> None:
         """Record that a request computes these blocks on the replica; `unexpect` must follow."""
-        where, again, bit = self._where, self._again[replica], EXPECTED << WIDTH * replica
+        masks, repeats, bit = self._masks, self._also_expected[replica], EXPECTED << WIDTH * replica
         for key in keys:
-            known = where.get(key, 0)
+            known = masks.get(key, 0)
             if known & bit:
-                again[key] = again.get(key, 0) + 1
+                repeats[key] = repeats.get(key, 0) + 1
             else:
-                where[key] = known | bit
+                masks[key] = known | bit
 
     def unexpect(self, replica: int, keys: Iterable[int]) -> None:
-        again, bit = self._again[replica], EXPECTED << WIDTH * replica
+        repeats, bit = self._also_expected[replica], EXPECTED << WIDTH * replica
         for key in keys:
-            others = again.get(key, 0)
+            others = repeats.get(key, 0)
             if not others:
                 self._drop(key, bit)
             elif others == 1:
-                del again[key]
+                del repeats[key]
             else:
-                again[key] = others - 1
+                repeats[key] = others - 1
 
     def held(self, replica: int, medium: str) -> int:
         """Return the number of blocks that a replica holds on a medium."""
@@ -96,30 +96,30 @@ class PrefixIndex:
         for replica in found:
             alive |= ANYWHERE << WIDTH * replica
             devices |= 1 << WIDTH * replica
-        look, now, since = self._where.get, -1, 0  # blocks from `since` on all have the bits `now`
-        place, count = 0, len(keys)
-        while place < count:
+        look, now, since = self._masks.get, -1, 0  # blocks from `since` on all have the bits `now`
+        position, count = 0, len(keys)
+        while position < count:
             # A replica with a block on the device has all before it: engines evict the end of a prompt first.
-            if place + STRIDE < count and look(keys[place + STRIDE], 0) & devices == devices:
-                here, after = devices, place + STRIDE + 1
+            if position + STRIDE < count and look(keys[position + STRIDE], 0) & devices == devices:
+                here, after = devices, position + STRIDE + 1
             else:
-                here, after = look(keys[place], 0) & alive, place + 1
+                here, after = look(keys[position], 0) & alive, position + 1
             if here != now:
-                _add(found, now, place - since)
-                now, since = here, place
+                _add(found, now, position - since)
+                now, since = here, position
                 alive, devices = _left(found, here)
                 if not alive:
                     return found
-            place = after
+            position = after
         _add(found, now, count - since)
         return found
 
     def _drop(self, key: int, bit: int) -> None:
-        left = self._where.get(key, 0) & ~bit
+        left = self._masks.get(key, 0) & ~bit
         if left:
-            self._where[key] = left
+            self._masks[key] = left
         else:
-            self._where.pop(key, None)
+            self._masks.pop(key, None)
 
 
 def _left(replicas: Iterable[int], here: int) -> tuple[int, int]:

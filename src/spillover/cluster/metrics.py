@@ -26,25 +26,26 @@ class Scaler(Protocol):
 class RouterMetrics:
     def __init__(self, fleet: Fleet, clock: Callable[[], float], scaler: Scaler | None = None) -> None:
         self._registry = CollectorRegistry()
-        self.requests = Counter(PREFIX + "requests", "Requests by the replica that answered, and the status.",
+        self.requests = Counter(PREFIX + "requests", "Requests by the replica that answered and by status.",
                                 ["replica", "status"], registry=self._registry)
-        self.retries = Counter(PREFIX + "retries", "Requests sent to another replica before a first token, by reason.",
+        self.retries = Counter(PREFIX + "retries", "Requests retried on another replica before their first token, "
+                               "by reason.",
                                ["reason"], registry=self._registry)
         self.refused = Counter(PREFIX + "refused", "Requests not sent to any replica, by reason.", ["reason"],
                                registry=self._registry)
-        self.broken = Counter(PREFIX + "broken_streams", "Answers that a replica broke off.", ["replica"],
+        self.broken = Counter(PREFIX + "broken_streams", "Answers that a replica interrupted.", ["replica"],
                               registry=self._registry)
-        self.cached = Counter(PREFIX + "cached_tokens", "Prompt tokens expected in a cache, and those that answers "
-                              "told of.", ["replica", "by"], registry=self._registry)
-        self.apart = Counter(PREFIX + "prefills_apart", "Prompts sent to a replica to compute for another, by "
-                             "outcome.", ["replica", "outcome"], registry=self._registry)
-        self.decision = Histogram(PREFIX + "decision_seconds", "Time to choose a replica, of known tokens.",
+        self.cached = Counter(PREFIX + "cached_tokens", "Prompt tokens that the router expected in a cache, and "
+                              "those that answers reported as cached.", ["replica", "by"], registry=self._registry)
+        self.remote_prefills = Counter(PREFIX + "prefills_apart", "Prompts that a replica was to compute for "
+                                       "another, by outcome.", ["replica", "outcome"], registry=self._registry)
+        self.decision = Histogram(PREFIX + "decision_seconds", "Time to choose a replica for a prompt's tokens.",
                                   buckets=_DECISION, registry=self._registry)
         self.prepare = Histogram(PREFIX + "prepare_seconds", "Time to read a request and make its block keys.",
                                  buckets=_SECONDS, registry=self._registry)
-        self.first = Histogram(PREFIX + "time_to_first_token_seconds", "From arrival to the first bytes of an answer.",
-                               buckets=_SECONDS, registry=self._registry)
-        self.error = Histogram(PREFIX + "first_token_ratio", "Time to the first token over the predicted one.",
+        self.first = Histogram(PREFIX + "time_to_first_token_seconds", "Time from arrival to the first bytes of the "
+                               "answer.", buckets=_SECONDS, registry=self._registry)
+        self.error = Histogram(PREFIX + "first_token_ratio", "Time to the first token divided by the predicted one.",
                                buckets=_RATIO, registry=self._registry)
         self._registry.register(_FleetCollector(fleet, clock, scaler))
 
@@ -60,17 +61,17 @@ class _FleetCollector:
 
     def collect(self) -> Iterator[Metric]:
         fleet, now = self._fleet, self._clock()
-        state = GaugeMetricFamily(PREFIX + "index_state", "1 for how the router knows what a replica holds: exact by "
-                                  "its events, degraded while some are missing, fallback by guessing.",
+        state = GaugeMetricFamily(PREFIX + "index_state", "1 for the way the router knows a replica's blocks: exact "
+                                  "(all of its KV events), degraded (some are missing), fallback (a guess).",
                                   labels=["replica", "state"])
         gauges = {name: GaugeMetricFamily(PREFIX + name, text, labels=["replica"]) for name, text in (
-            ("replica_ready", "1 if the replica answers and takes requests."),
-            ("replica_draining", "1 if it gets no new requests."),
-            ("replica_breaker_open", "1 if it failed too many requests lately."),
-            ("in_flight", "Requests sent there that have not ended."),
-            ("waiting", "Of these, those without a first token."),
-            ("backlog_seconds", "Predicted time of the work waiting there."),
-            ("prefill_tokens_per_second", "Rate at which it computes prompts."))}
+            ("replica_ready", "1 if the replica answers and accepts requests."),
+            ("replica_draining", "1 if the replica is drained and gets no new requests."),
+            ("replica_breaker_open", "1 if too many recent requests to the replica failed."),
+            ("in_flight", "Requests sent to the replica that have not finished."),
+            ("waiting", "Requests sent to the replica that have no token yet."),
+            ("backlog_seconds", "Predicted time of the work queued at the replica."),
+            ("prefill_tokens_per_second", "Rate at which the replica computes prompts."))}
         for replica in fleet.replicas:
             for each in IndexState:
                 state.add_metric([replica.name, each.value], float(fleet.state(replica) is each))
@@ -81,17 +82,17 @@ class _FleetCollector:
         yield state
         yield from gauges.values()
         yield CounterMetricFamily(PREFIX + "prompt_tokens", "Prompt tokens of all requests.", fleet.prompt_tokens)
-        yield CounterMetricFamily(PREFIX + "reusable_tokens", "Of these, those in blocks that an earlier request had: "
-                                  "the most that caches can find.", fleet.reusable_tokens)
+        yield CounterMetricFamily(PREFIX + "reusable_tokens", "Prompt tokens in blocks that an earlier request had: "
+                                  "the most that caches can hit.", fleet.reusable_tokens)
         busy = GaugeMetricFamily(PREFIX + "busy_perc", "Share of time that replicas compute prompts, 0 to 1.")
         busy.add_metric([], fleet.busy(now))
         yield busy
         usable = [queue_seconds(replica.load(now)) for replica in fleet.replicas if replica.usable(now)]
-        wait = GaugeMetricFamily(PREFIX + "predicted_wait_seconds", "Predicted wait of a request, on average over the "
-                                 "replicas that take one: what to scale by.")
+        wait = GaugeMetricFamily(PREFIX + "predicted_wait_seconds", "Predicted wait of a request, averaged over the "
+                                 "replicas that accept one; the value to scale by.")
         wait.add_metric([], sum(usable) / len(usable) if usable else 0.0)
         yield wait
         if self._scaler is not None:
-            target = GaugeMetricFamily(PREFIX + "target_replicas", "Replicas that the load needs, as decided last.")
+            target = GaugeMetricFamily(PREFIX + "target_replicas", "Number of replicas that the load needs.")
             target.add_metric([], self._scaler.target)
             yield target

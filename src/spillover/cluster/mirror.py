@@ -2,7 +2,7 @@
 
 EXACT: every event since a snapshot has been applied. DEGRADED: some events are missing and have been requested; until
 they arrive the last known view is used. FALLBACK: there are no events, and the index holds guesses. A view that is not
-exact never has the state EXACT. No I/O: a subscriber passes events to a mirror and recovers as `take` demands.
+exact never has the state EXACT. No I/O: a subscriber passes events to a mirror and recovers as `apply_batch` demands.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Mirror:
         self._index = index
         self._replica = replica
         self._group = group
-        self._names = None if root is None else _Names(root)
+        self._resolver = None if root is None else _NameResolver(root)
 
-    def take(self, sequence: int, payload: bytes) -> bool:
+    def apply_batch(self, sequence: int, payload: bytes) -> bool:
         """Apply the next batch. Return False if batches before it are missing: `restore` or `replay` is needed."""
         if self.sequence is None or sequence != self.sequence + 1:
             self.gaps += self.state is IndexState.EXACT
@@ -73,7 +73,7 @@ class Mirror:
             self._forget()
             self.sequence = batches[0][0] - 1 if batches else -1
         for sequence, payload in batches:
-            if self.sequence is not None and sequence > self.sequence and not self.take(sequence, payload):
+            if self.sequence is not None and sequence > self.sequence and not self.apply_batch(sequence, payload):
                 return False
         if whole or (batches and self.sequence == batches[-1][0]):
             self.state = IndexState.EXACT
@@ -84,7 +84,7 @@ class Mirror:
         """Continue from this batch although earlier ones are lost: the view is correct, but incomplete."""
         self.sequence, self.state = sequence, IndexState.DEGRADED
 
-    def lost(self) -> None:
+    def reset(self) -> None:
         """Forget all blocks, as the process is gone."""
         self._forget()
         self.sequence, self.state = None, IndexState.DEGRADED
@@ -97,15 +97,15 @@ class Mirror:
 
     def _forget(self) -> None:
         self._index.clear(self._replica)
-        if self._names is not None:
-            self._names.clear()
+        if self._resolver is not None:
+            self._resolver.clear()
 
     def _apply(self, payload: bytes) -> None:
         for event in read_events(payload):
             if isinstance(event, AllBlocksCleared):
                 self._forget()
                 continue
-            if self._names is not None and isinstance(event, BlockStored):
+            if self._resolver is not None and isinstance(event, BlockStored):
                 self._choose_group(event)
             if self._group is None or event.group_idx in (None, self._group):
                 self._apply_blocks(event)
@@ -120,16 +120,16 @@ class Mirror:
     def _apply_blocks(self, event: BlockStored | BlockRemoved) -> None:
         medium = event.medium if event.medium in MEDIA else GPU
         if isinstance(event, BlockRemoved):
-            keys = event.block_hashes if self._names is None else self._names.forget(medium, event.block_hashes)
+            keys = event.block_hashes if self._resolver is None else self._resolver.forget(medium, event.block_hashes)
             self._index.remove(self._replica, medium, keys)
-        elif self._names is None:
+        elif self._resolver is None:
             self._index.store(self._replica, medium, event.block_hashes)
         else:
-            for place, key in self._names.learn(medium, event):
-                self._index.store(self._replica, place, (key,))
+            for held_on, key in self._resolver.learn(medium, event):
+                self._index.store(self._replica, held_on, (key,))
 
 
-class _Names:
+class _NameResolver:
     """Another engine's block names, translated to keys by the tokens in its events. A block whose parent is not known
     is kept until the parent is."""
 
@@ -149,13 +149,13 @@ class _Names:
         parent, size = event.parent_block_hash, event.block_size
         if any(event.extra_keys or ()) or event.lora_id is not None or event.lora_name is not None:
             return  # these blocks are not named by their tokens alone
-        for place, name in enumerate(event.block_hashes):
-            tokens = event.token_ids[place * size:(place + 1) * size]
+        for index, name in enumerate(event.block_hashes):
+            tokens = event.token_ids[index * size:(index + 1) * size]
             self._media.setdefault(name, set()).add(medium)
             if name in self._digests:
                 yield medium, block_hash(self._digests[name])
             elif len(tokens) == size:
-                yield from self._settle(name, parent, packed(tokens))
+                yield from self._resolve(name, parent, packed(tokens))
             parent = name
 
     def forget(self, medium: str, names: Sequence[int]) -> list[int]:
@@ -171,7 +171,7 @@ class _Names:
                 self._digests.pop(name, None)
         return gone
 
-    def _settle(self, name: int, parent: int | None, tokens: bytes) -> Iterator[tuple[str, int]]:
+    def _resolve(self, name: int, parent: int | None, tokens: bytes) -> Iterator[tuple[str, int]]:
         before = self._root if parent is None else self._digests.get(parent)
         if before is None:
             assert parent is not None
@@ -180,15 +180,15 @@ class _Names:
                 self._orphans.popitem(last=False)
             return
         self._digests[name] = block_digest(before, tokens)
-        settled = [name]
-        while settled:
-            known = settled.pop()
+        resolved = [name]
+        while resolved:
+            known = resolved.pop()
             for medium in self._media.get(known, ()):
                 yield medium, block_hash(self._digests[known])
             for child, span in self._orphans.pop(known, {}).items():
                 if child in self._media:  # it may have been removed while its parent was unknown
                     self._digests[child] = block_digest(self._digests[known], span)
-                    settled.append(child)
+                    resolved.append(child)
 
 
 class Approximation:
@@ -220,7 +220,7 @@ class Approximation:
         self.capacity = (min(self.capacity + self.capacity // 100 + 1, MOST_GUESSED) if found
                          else max(min(self.capacity, len(self._used)) * 9 // 10, LEAST_GUESSED))
 
-    def lost(self) -> None:
+    def reset(self) -> None:
         """Forget all blocks, as the process is gone."""
         self._used.clear()
         self._index.clear(self._replica)

@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
     session: bool = False  # whether the session's last request went there
 
 
-class Ask(NamedTuple):
+class RequestFacts(NamedTuple):
     """The properties of the request that a policy may use."""
 
     tokens: int
@@ -35,7 +35,7 @@ class Ask(NamedTuple):
 
 
 class Policy(Protocol):
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], request: RequestFacts) -> Candidate:
         """Return one of the candidates, of which there is at least one."""
         ...
 
@@ -46,7 +46,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], request: RequestFacts) -> Candidate:
         chosen = min(candidates, key=lambda each: (each.replica <= self._last, each.replica))
         self._last = chosen.replica
         return chosen
@@ -55,17 +55,17 @@ class RoundRobin:
 class LeastLoad:
     """Chooses the replica with the fewest requests in flight."""
 
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], request: RequestFacts) -> Candidate:
         return min(candidates, key=_load)
 
 
 class LongestPrefix:
     """Chooses the longest cached prefix among replicas that are not much busier than the least busy one."""
 
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], request: RequestFacts) -> Candidate:
         least = min(each.in_flight for each in candidates)
         reach = [each for each in candidates if each.in_flight <= least + LOCALITY_REACH]
-        long = LOCALITY_SHARE * ask.tokens  # with less, all prompts with a common beginning would go to one replica
+        long = LOCALITY_SHARE * request.tokens  # with less, all prompts with a common beginning would go to one replica
         return min(reach, key=lambda each: (-each.prediction.cached_tokens if each.prediction.cached_tokens >= long
                                             else 0, *_load(each)))
 
@@ -73,8 +73,8 @@ class LongestPrefix:
 class PredictedTime:
     """Chooses the least predicted time to the first token plus its cost to others, weighted by how busy they are."""
 
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
-        times = [(_cost(each, ask.busy), each) for each in candidates]
+    def choose(self, candidates: Sequence[Candidate], request: RequestFacts) -> Candidate:
+        times = [(_cost(each, request.busy), each) for each in candidates]
         best = min(time for time, _ in times)
         stays = best + max(STICKY_SHARE * best, STICKY_SECONDS)
         for time, each in times:
@@ -83,7 +83,7 @@ class PredictedTime:
         near = best + max(NEAR_SHARE * best, NEAR_SECONDS)
         reach = [each for time, each in times if time <= near]
         # Among equals: most of the prompt cached, then least work done so far, so that all memory is used.
-        share = 10 / max(ask.tokens, 1)
+        share = 10 / max(request.tokens, 1)
         return min(reach, key=lambda each: (-int(each.prediction.cached_tokens * share), *_load(each)))
 
 

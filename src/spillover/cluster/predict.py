@@ -15,8 +15,8 @@ from spillover.cluster.index import Match
 from spillover.memory.kv.event_wire import CPU, STORAGE
 
 USUAL_TOKEN_SECONDS = 1 / 5000  # seconds per token of prefill, until a replica has reported or shown its own
-ALIKE = 0.3  # share of the usual time per token within which replicas count as equally fast
-CROWDED = 0.8  # share of the device's blocks in use above which new blocks evict old ones
+EQUAL_SHARE = 0.3  # share of the usual time per token within which replicas count as equally fast
+EVICTING_SHARE = 0.8  # share of the device's blocks in use above which new blocks evict old ones
 
 
 class Rates(NamedTuple):
@@ -27,24 +27,24 @@ class Rates(NamedTuple):
     least_seconds: float = 0.0  # to a first token if nothing waits and all is cached
 
 
-def alike(rates: Sequence[Rates | None]) -> list[Rates]:
+def equalised_rates(rates: Sequence[Rates | None]) -> list[Rates]:
     """Return the rates to predict with. Replicas about as fast as most count as equally fast, because a measured
     difference of a few percent would send all requests to one; unmeasured ones count like most."""
     known = [each for each in rates if each is not None]
-    usual = Rates(_middle([each.token_seconds for each in known]),
-                  least_seconds=_middle([each.least_seconds for each in known])) if known else Rates()
+    usual = Rates(_median([each.token_seconds for each in known]),
+                  least_seconds=_median([each.least_seconds for each in known])) if known else Rates()
     made = []
     for each in rates:
         if each is None:
             made.append(usual)
             continue
-        near = abs(each.token_seconds - usual.token_seconds) <= ALIKE * usual.token_seconds
+        near = abs(each.token_seconds - usual.token_seconds) <= EQUAL_SHARE * usual.token_seconds
         made.append(Rates(usual.token_seconds if near else each.token_seconds, each.block_seconds,
                           usual.least_seconds))
     return made
 
 
-def _middle(values: list[float]) -> float:
+def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
@@ -54,7 +54,7 @@ class Load:
 
     backlog_seconds: float = 0.0  # time to compute the prompts before this one
     running: int = 0  # number of sequences that decode
-    crowd: int = 0  # running sequences beyond the least that any replica has: the part a request avoids elsewhere
+    excess_running: int = 0  # running sequences beyond the least busy replica's: the part a request avoids elsewhere
     open: int = 0  # number of running and waiting sequences
     slots: int = 1 << 30  # maximum number of running sequences
     sequence_seconds: float = 0.0  # mean time that a sequence holds its slot
@@ -107,7 +107,7 @@ def predict(demand: Demand, match: Match, rates: Rates, load: Load, reuse: float
     new = demand.tokens - cached
     compute = new * token
     queue = queue_seconds(load)
-    lost = min(max((load.device_use - CROWDED) / (1 - CROWDED), 0.0), 1.0) * reuse * new * min(
+    eviction = min(max((load.device_use - EVICTING_SHARE) / (1 - EVICTING_SHARE), 0.0), 1.0) * reuse * new * min(
         token, rates.block_seconds.get(CPU, size * token) / size)
-    beside = load.crowd * demand.output_tokens * token
-    return Prediction(queue, restore, compute, lost + beside, cached, rates.least_seconds)
+    slowdown = load.excess_running * demand.output_tokens * token
+    return Prediction(queue, restore, compute, eviction + slowdown, cached, rates.least_seconds)

@@ -60,7 +60,7 @@ class Proxy:
         self._spaces = spaces
         self._settings = settings
         self._metrics = metrics
-        self._threads = ThreadPoolExecutor(2, "spillover-router-prepare")
+        self._pool = ThreadPoolExecutor(2, "spillover-router-prepare")
         self._changed = asyncio.Event()  # set when a replica has become ready or free, or has gone
         self._responses: OrderedDict[str, int] = OrderedDict()  # id of a stored response -> replica
 
@@ -68,7 +68,7 @@ class Proxy:
         self._changed.set()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     # Routed requests
 
@@ -76,9 +76,9 @@ class Proxy:
         """Answer a request that generates tokens."""
         if self.in_flight >= self._settings.max_in_flight:
             self._metrics.refused.labels("in_flight").inc()
-            raise ApiError(429, f"{self.in_flight} requests are under way, and at most {self._settings.max_in_flight} "
-                                "are taken (--max-in-flight); try again later.", code="queue_full",
-                           headers={"Retry-After": "1"})
+            raise ApiError(429, f"{self.in_flight} requests are in progress, and the limit is "
+                                f"{self._settings.max_in_flight} (--max-in-flight); try again later.",
+                           code="queue_full", headers={"Retry-After": "1"})
         self.in_flight += 1
         work = asyncio.ensure_future(self._route(scope, send, body))
         gone = asyncio.ensure_future(_disconnected(receive))
@@ -114,7 +114,7 @@ class Proxy:
             scope["spillover.route"] = Route(decision.replica.name, attempt + 1)
             kind = "no_answer"
             try:
-                sent = awaiting_kv(body) if decision.apart else body
+                sent = awaiting_kv(body) if decision.remote_prefill else body
                 answer = await self._attempt(scope, send, sent, prompt, decision, arrived)
                 if answer is None:
                     return
@@ -123,15 +123,15 @@ class Proxy:
             except NoAnswer as error:
                 reason = str(error)
                 if bound is None and "cannot be reached" in reason:
-                    self._watchers[decision.replica.place].gone(reason)
+                    self._watchers[decision.replica.index].mark_gone(reason)
             if bound is not None:
                 break
             tried.append(decision.replica)
             self._metrics.retries.labels(kind).inc()
-            log.info("%s is sent elsewhere, as %s did not take it: %s", scope["request_id"], decision.replica.name,
-                     reason)
+            log.info("%s is sent to another server, because %s did not accept it: %s", scope["request_id"],
+                     decision.replica.name, reason)
         if refusal is not None:
-            await self._whole(send, *refusal)
+            await self._send_whole(send, *refusal)
             return
         self._metrics.refused.labels("no_replica").inc()
         raise ApiError(503, f"No server could take this request ({reason}); GET /replicas lists them.",
@@ -143,7 +143,7 @@ class Proxy:
         spaces, path = self._spaces.used(self.fleet), scope["path"]
         if len(body) <= INLINE_BYTES and path != "/v1/chat/completions":
             return read_prompt(path, body, session, spaces)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, read_prompt, path, body, session, spaces)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, read_prompt, path, body, session, spaces)
 
     async def _decide(self, prompt: Prompt, tried: list[Replica], bound: Replica | None, arrived: float,
                       wait: bool) -> Decision | None:
@@ -170,14 +170,14 @@ class Proxy:
         if self._settings.disaggregation == "never" or tried:
             return decision
         chosen = split(self.fleet, prompt, decision, clock(), self._settings.disaggregation)
-        asked = prompt_only(body) if chosen is not None else None
-        if chosen is None or asked is None:
+        request = prompt_only(body) if chosen is not None else None
+        if chosen is None or request is None:
             return decision
         replica = chosen.prefill.replica
         flight, outcome = self.fleet.send(replace(prompt, session=None), chosen.prefill, clock()), "failed"
         try:
-            answer, _ = await self._watchers[replica.place].upstream.fetch(
-                "POST", _target(scope), self._headers(scope), asked, timeout=chosen.seconds)
+            answer, _ = await self._watchers[replica.index].upstream.fetch(
+                "POST", _target(scope), self._headers(scope), request, timeout=chosen.timeout)
             if answer.status == 200:
                 outcome = "computed"
                 self.fleet.begin(flight, clock())
@@ -186,7 +186,7 @@ class Proxy:
         finally:
             self.fleet.end(flight, clock())
             self._changed.set()
-        self._metrics.apart.labels(replica.name, outcome).inc()
+        self._metrics.remote_prefills.labels(replica.name, outcome).inc()
         return chosen.decode if outcome == "computed" and chosen.decode.replica.usable(clock()) else decision
 
     async def _attempt(self, scope: Scope, send: Send, body: bytes, prompt: Prompt, decision: Decision,
@@ -194,7 +194,7 @@ class Proxy:
         """Send a request to its replica and the answer to the client. Return an answer that another replica may improve
         on; raise NoAnswer if there is none."""
         replica = decision.replica
-        upstream = self._watchers[replica.place].upstream
+        upstream = self._watchers[replica.index].upstream
         flight = self.fleet.send(prompt, decision, clock())
         tail: bytes = b""
         events = 0
@@ -211,7 +211,7 @@ class Proxy:
                     self._began(flight, arrived)
                     self._remember(scope, whole, replica)
                     tail = whole
-                    await self._whole(send, answer, whole, replica)
+                    await self._send_whole(send, answer, whole, replica)
                     return None
                 tail, events = await self._stream(scope, send, answer, flight, replica, arrived)
                 failed = False
@@ -225,7 +225,7 @@ class Proxy:
             raise
         finally:
             now = clock()
-            self._tell_breaker(replica, failed, now)
+            self._update_breaker(replica, failed, now)
             self._ended(flight, now, tail, events)
 
     async def _stream(self, scope: Scope, send: Send, answer: Answer, flight: Flight, replica: Replica,
@@ -250,10 +250,10 @@ class Proxy:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except BrokenOff as error:
             self._metrics.broken.labels(replica.name).inc()
-            log.warning("%s: %s broke off an answer: %s", scope["request_id"], replica.name, error)
-            told = error_body(ApiError(502, f"The server behind the router broke off its answer ({error}); "
-                                            "ask again.", code="replica_lost"))
-            await send({"type": "http.response.body", "body": b"\n\ndata: " + told + b"\n\n", "more_body": False})
+            log.warning("%s: %s interrupted an answer: %s", scope["request_id"], replica.name, error)
+            text = error_body(ApiError(502, f"The server behind the router interrupted its answer ({error}); "
+                                            "send the request again.", code="replica_lost"))
+            await send({"type": "http.response.body", "body": b"\n\ndata: " + text + b"\n\n", "more_body": False})
             raise
         return last + tail, events
 
@@ -263,13 +263,13 @@ class Proxy:
             async for piece in answer.pieces(self._settings.answer_seconds):
                 whole += piece
                 if len(whole) > WHOLE_BYTES:
-                    raise ApiError(502, f"The server's answer has more than {WHOLE_BYTES >> 20} MiB; ask for a stream.",
+                    raise ApiError(502, f"The server's answer has more than {WHOLE_BYTES >> 20} MiB; set stream: true.",
                                    code="answer_too_large")
         except BrokenOff as error:
             raise NoAnswer(str(error)) from None
         return bytes(whole)
 
-    async def _whole(self, send: Send, answer: Answer, body: bytes, replica: Replica | None = None) -> None:
+    async def _send_whole(self, send: Send, answer: Answer, body: bytes, replica: Replica | None = None) -> None:
         headers = [*_answer_headers(answer, replica), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -292,7 +292,7 @@ class Proxy:
             self._metrics.cached.labels(self.fleet.replicas[flight.replica].name, "answer").inc(found)
         self._changed.set()
 
-    def _tell_breaker(self, replica: Replica, failed: bool | None, now: float) -> None:
+    def _update_breaker(self, replica: Replica, failed: bool | None, now: float) -> None:
         opened = replica.breaker.is_open
         if failed is None:
             replica.breaker.cancelled()
@@ -301,13 +301,13 @@ class Proxy:
         else:
             replica.breaker.succeeded()
         if replica.breaker.is_open and not opened:
-            log.warning("%s failed too many requests and gets none for a while", replica.name)
+            log.warning("%s failed too many requests; it gets no requests for a while", replica.name)
 
     def _remember(self, scope: Scope, body: bytes, replica: Replica) -> None:
         """Record which replica stores a response, so that requests that continue from it go there."""
         if scope["path"] != "/v1/responses" or (found := _RESPONSE_ID.search(body[:4096])) is None:
             return
-        self._responses[found[1].decode()] = replica.place
+        self._responses[found[1].decode()] = replica.index
         if len(self._responses) > MOST_RESPONSES:
             self._responses.popitem(last=False)
 
@@ -319,8 +319,8 @@ class Proxy:
         if b'"previous_response_id"' in body:
             found = re.search(rb'"previous_response_id"\s*:\s*"([^"]{1,140})"', body)
             named = found[1] if found is not None else b""
-        place = self._responses.get(named.decode(errors="replace"))
-        return None if place is None else self.fleet.replicas[place]
+        index = self._responses.get(named.decode(errors="replace"))
+        return None if index is None else self.fleet.replicas[index]
 
     def _headers(self, scope: Scope) -> Headers:
         kept = [(name, value) for name, value in scope["headers"] if name not in _HOP and name != b"x-request-id"
@@ -337,9 +337,9 @@ class Proxy:
             key=lambda replica: (replica.draining, len(replica.flights)))
         for replica in ready[:self._settings.retries + 1]:
             with contextlib.suppress(NoAnswer):
-                answer, whole = await self._watchers[replica.place].upstream.fetch(
+                answer, whole = await self._watchers[replica.index].upstream.fetch(
                     scope["method"], _target(scope), self._headers(scope), body, timeout=30.0)
-                await self._whole(send, answer, whole)
+                await self._send_whole(send, answer, whole)
                 return
         raise ApiError(503, "No server answers; GET /replicas lists them.", code="no_replica",
                        headers={"Retry-After": "2"})

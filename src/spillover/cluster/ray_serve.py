@@ -17,7 +17,7 @@ from spillover.errors import SpilloverError
 from spillover.http_wire import NoAnswer
 
 START_SECONDS = 900.0  # timeout until all replicas serve
-LOOK_SECONDS = 0.2
+CHECK_SECONDS = 0.2
 _COMMAND = ("from spillover.server.replica import end_with_parent; end_with_parent(); "
             "from spillover.cli.main import main; main()")
 
@@ -43,16 +43,16 @@ class RouterProcess:
         while time.monotonic() < deadline:
             made.check()
             with contextlib.suppress(NoAnswer):
-                answer, _ = await upstream.fetch("GET", "/health", timeout=LOOK_SECONDS * 10)
+                answer, _ = await upstream.fetch("GET", "/health", timeout=CHECK_SECONDS * 10)
                 if answer.status == 200:
                     upstream.close()
                     return made
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
         made.process.kill()
-        raise SpilloverError(f"the router did not serve within {START_SECONDS:.0f} s; its log says why")
+        raise SpilloverError(f"the router was not ready within {START_SECONDS:.0f} s; see its log")
 
     def check(self) -> None:
         """Raise SpilloverError if the router has exited, so that Serve restarts the deployment."""
         code = self.process.poll()
         if code is not None:
-            raise SpilloverError(f"the router ended with status {code}; its log says why")
+            raise SpilloverError(f"the router exited with status {code}; see its log")

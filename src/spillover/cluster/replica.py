@@ -75,7 +75,7 @@ class Flight:
     keys: Sequence[int] = ()  # keys of the prompt's blocks
     first: int = 0  # index of the first block that the replica computes
     block_size: int = 16
-    apart: bool = False  # its blocks are loaded from a store to which another replica has just written them
+    remote_prefill: bool = False  # its blocks are loaded from a store to which another replica has just written them
     first_token: float | None = None
 
 
@@ -95,13 +95,13 @@ class ReplicaReport:
 
 
 class Replica:
-    def __init__(self, place: int, name: str) -> None:
-        self.place = place
+    def __init__(self, index: int, name: str) -> None:
+        self.index = index
         self.name = name
         self.ready = False  # it answers health checks and accepts requests
         self.draining = False  # it gets no new requests
-        self.for_prompts = False  # it computes prompts for others, and decodes only if they are far behind
-        self.why = "it has not been asked yet"  # why it is not ready
+        self.prefill_role = False  # it computes prompts for others, and decodes only if they are far behind
+        self.why = "its health has not been checked yet"  # why it is not ready
         self.models: frozenset[str] = frozenset()  # model names that it serves; empty if unknown
         self.breaker = Breaker()
         self.report = ReplicaReport()
@@ -176,7 +176,7 @@ class Replica:
         flight.first_token = now
         self._leave_queue(flight, now)
         new = flight.tokens - flight.prediction.cached_tokens
-        if flight.apart or not flight.alone:
+        if flight.remote_prefill or not flight.alone:
             return
         if new >= LEARN_TOKENS:
             self._cost.observe(new, new, now - flight.sent)

@@ -43,7 +43,7 @@ class Router:
         self.proxy = Proxy(self.fleet, self.watchers, self.spaces, settings, self.metrics)
         for name, upstream in upstreams:
             replica = self.fleet.add(name)
-            replica.for_prompts = name in settings.prefill
+            replica.prefill_role = name in settings.prefill
             self.watchers.append(Watcher(self.fleet, replica, upstream, self.spaces, settings.watch,
                                          self.proxy.changed))
         self.inner = RouterApp(self.fleet, self.watchers, self.proxy, self.metrics)
@@ -90,7 +90,7 @@ class Router:
     async def _start(self) -> None:
         if self._replicas is not None:
             await self._replicas.start(self.watchers)
-        await asyncio.gather(*(watcher.look() for watcher in self.watchers))
+        await asyncio.gather(*(watcher.check() for watcher in self.watchers))
 
     async def _leave(self, server: HttpServer, http: asyncio.Future[None], stop: StopSignal) -> None:
         """Accept requests until load balancers have noticed; then refuse new connections, and let requests finish. A
@@ -103,7 +103,7 @@ class Router:
                                return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         if self.proxy.in_flight:
-            log.info("Stopping once %d requests have ended, in %.0f s at most; Ctrl-C again stops at once",
+            log.info("Stopping after %d requests have finished, in %.0f s at most; Ctrl-C again stops at once",
                      self.proxy.in_flight, self.settings.drain_seconds)
         await asyncio.wait((http, hurried), return_when=asyncio.FIRST_COMPLETED,
                            timeout=self.settings.drain_seconds)

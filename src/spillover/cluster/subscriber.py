@@ -17,7 +17,7 @@ log = logging.getLogger("spillover.router")
 
 ANSWER_SECONDS = 5.0  # timeout for each message of a replay or a snapshot
 RETRY_SECONDS = 0.2  # wait between attempts to become exact
-LOOK_SECONDS = 5.0  # time without a batch after which a mirror that is not exact requests a snapshot or replay again
+RESYNC_SECONDS = 5.0  # time without a batch after which a mirror that is not exact requests a snapshot or replay again
 HWM = 100_000
 
 
@@ -45,58 +45,58 @@ class Subscriber:
         batches = self._socket(zmq.SUB, self._endpoint)
         batches.subscribe(self._topic)
         try:
-            await self._heal(None)
+            await self._resync(None)
             while True:
                 try:
-                    async with asyncio.timeout(LOOK_SECONDS):
+                    async with asyncio.timeout(RESYNC_SECONDS):
                         _, number, payload = await batches.recv_multipart()
                 except TimeoutError:
                     if self.mirror.state is not IndexState.EXACT:
-                        await self._heal(None)
+                        await self._resync(None)
                     continue
                 except ValueError:  # not three frames: another program publishes there
                     continue
                 sequence = int.from_bytes(number, "big")
-                if not self._take(sequence, payload):
-                    await self._heal(sequence)
+                if not self._apply_batch(sequence, payload):
+                    await self._resync(sequence)
                     last = self.mirror.sequence
                     if last is None or last < sequence:
                         self._begin_partial(sequence, payload)
         finally:
             self._context.destroy(linger=0)
 
-    def _take(self, sequence: int, payload: bytes) -> bool:
+    def _apply_batch(self, sequence: int, payload: bytes) -> bool:
         try:
-            return self.mirror.take(sequence, payload)
+            return self.mirror.apply_batch(sequence, payload)
         except Exception as error:  # a malformed batch
             log.warning("KV events of %s cannot be read: %s", self._endpoint, error)
-            self.mirror.lost()
+            self.mirror.reset()
             return False
 
     def _begin_partial(self, sequence: int, payload: bytes) -> None:
         """Continue although batches are lost: the view is correct from now on, but incomplete."""
         self.mirror.begin_partial(sequence - 1)
-        self._take(sequence, payload)
+        self._apply_batch(sequence, payload)
         self.mirror.begin_partial(sequence)
 
-    async def _heal(self, heard: int | None) -> None:
+    async def _resync(self, received: int | None) -> None:
         """Make the mirror exact again: by a snapshot, or by a replay if the server supports no snapshots."""
         if self._replay_endpoint is None:
             return
         for _ in range(2):
-            replies = await self._ask(SNAPSHOT)
+            replies = await self._request(SNAPSHOT)
             if replies:
                 self.mirror.restore(replies[-1][0], [payload for _, payload in replies])
                 return
-            replies = await self._ask((0).to_bytes(SEQUENCE_BYTES, "big"))
-            if replies is not None and (replies[0][0] == 0 if replies else heard in (None, 0)):
+            replies = await self._request((0).to_bytes(SEQUENCE_BYTES, "big"))
+            if replies is not None and (replies[0][0] == 0 if replies else received in (None, 0)):
                 if self.mirror.replay(replies, whole=True):
                     return
             elif replies:
                 return  # the first batches are lost
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _ask(self, request: bytes) -> list[tuple[int, bytes]] | None:
+    async def _request(self, request: bytes) -> list[tuple[int, bytes]] | None:
         """Return the replies to a request; None on timeout."""
         assert self._replay_endpoint is not None
         socket = self._socket(zmq.DEALER, self._replay_endpoint)

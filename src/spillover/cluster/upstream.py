@@ -35,13 +35,13 @@ class Answer:
         """Yield the body as it arrives; BrokenOff if it is incomplete, or if nothing arrives for `timeout` seconds."""
         while True:
             piece = await self._wire.piece(timeout)
-            self._pool.heard(self._wire)
+            self._pool.answer_begun(self._wire)
             if not piece:
                 return
             yield piece
 
     def close(self) -> None:
-        self._pool.give_back(self._wire)
+        self._pool.release(self._wire)
 
 
 class Upstream:
@@ -64,7 +64,7 @@ class Upstream:
         self._key = key
         self._connect_seconds = connect_seconds
         self._idle: list[Wire] = []
-        self._unheard: set[Wire] = set()  # connections with a request but no byte of the answer's body yet
+        self._unanswered: set[Wire] = set()  # connections with a request but no byte of the answer's body yet
         self._busy: set[Wire] = set()  # connections with a request
 
     async def request(self, method: str, path: str, headers: Headers = (), body: bytes = b"", *,
@@ -73,23 +73,23 @@ class Upstream:
         message = self._message(method, path, headers, body)
         while True:
             wire, kept = await self._wire()
-            self._unheard.add(wire)
+            self._unanswered.add(wire)
             self._busy.add(wire)
             try:
                 wire.send(message)
                 async with asyncio.timeout(timeout):
-                    await wire.headed
+                    await wire.head_received
                 return Answer(wire, self)
             except TimeoutError:
-                self._leave(wire)
+                self._forget(wire)
                 wire.abort()
                 raise NoAnswer(f"{self.url} did not answer within {timeout:g} s") from None
             except NoAnswer:
-                self._leave(wire)
-                if not kept or wire.heard or wire.given_up:  # otherwise the server had just closed an idle connection
+                self._forget(wire)
+                if not kept or wire.any_received or wire.abandoned:  # otherwise the server closed an idle connection
                     raise
             except BaseException:
-                self._leave(wire)
+                self._forget(wire)
                 wire.abort()
                 raise
 
@@ -109,35 +109,35 @@ class Upstream:
         finally:
             answer.close()
 
-    def abort_unheard(self) -> None:
+    def abort_unanswered(self) -> None:
         """Abort every request without an answer so far, so that it is sent to another replica."""
-        for wire in list(self._unheard):
-            wire.given_up = True
+        for wire in list(self._unanswered):
+            wire.abandoned = True
             wire.abort()
 
-    def abort_silent(self, since: float) -> None:
+    def abort_stalled(self, since: float) -> None:
         """Abort every answer without a byte since then, by the monotonic clock; its client gets an error."""
         for wire in list(self._busy):
-            if wire.latest < since:
+            if wire.last_activity < since:
                 wire.abort()
 
-    def heard(self, wire: Wire) -> None:
+    def answer_begun(self, wire: Wire) -> None:
         """Record that the answer on this connection has begun, or will not."""
-        self._unheard.discard(wire)
+        self._unanswered.discard(wire)
 
-    def _leave(self, wire: Wire) -> None:
-        self._unheard.discard(wire)
+    def _forget(self, wire: Wire) -> None:
+        self._unanswered.discard(wire)
         self._busy.discard(wire)
 
-    def give_back(self, wire: Wire) -> None:
-        self._leave(wire)
+    def release(self, wire: Wire) -> None:
+        self._forget(wire)
         if wire.reusable and len(self._idle) < MOST_IDLE:
             self._idle.append(wire)
         else:
             wire.abort()
 
     def close(self) -> None:
-        for wire in (*self._idle, *self._unheard):
+        for wire in (*self._idle, *self._unanswered):
             wire.abort()
         self._idle.clear()
 

@@ -30,8 +30,8 @@ from spillover.server.schemas.schemas_kv import KvInfo
 
 log = logging.getLogger("spillover.router")
 
-LOOK_SECONDS = 1.0  # between two checks of a replica that answers
-SOON_SECONDS = 0.25  # between two checks of one that does not
+CHECK_SECONDS = 1.0  # between two checks of a replica that answers
+RECHECK_SECONDS = 0.25  # between two checks of one that does not
 MISSES = 3  # consecutive checks without an answer after which the replica is considered gone
 
 
@@ -44,9 +44,9 @@ class WatchSettings:
     replay_ports: tuple[int, ...] = ()
     block_size: int = 16  # block size of such servers
 
-    def ports(self, place: int) -> tuple[int | None, int | None]:
+    def ports(self, index: int) -> tuple[int | None, int | None]:
         """Return the ports at which a server publishes and replays events; None for those it does not have."""
-        events, replay = ((ports[place if len(ports) > 1 else 0] or None) if ports else None
+        events, replay = ((ports[index if len(ports) > 1 else 0] or None) if ports else None
                           for ports in (self.events_ports, self.replay_ports))
         return events, replay
 
@@ -68,13 +68,13 @@ class Watcher:
         self._subscription: asyncio.Task[None] | None = None
         self._has_info = True  # False once the server turned out to have no /kv/info
         self._misses: deque[float] = deque(maxlen=MISSES)  # times of the last requests that got no answer
-        self._resting = False  # there is no server to check
+        self._suspended = False  # there is no server to check
 
     async def run(self) -> None:
         try:
             while True:
-                await self.look()
-                await asyncio.sleep(LOOK_SECONDS if self._replica.ready and not self._misses else SOON_SECONDS)
+                await self.check()
+                await asyncio.sleep(CHECK_SECONDS if self._replica.ready and not self._misses else RECHECK_SECONDS)
         finally:
             await self.close()
 
@@ -84,47 +84,47 @@ class Watcher:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def move(self, upstream: Upstream) -> None:
+    def set_upstream(self, upstream: Upstream) -> None:
         """Watch the same replica at another address, after it was started or restarted."""
         self.upstream.close()
         self.upstream = upstream
         self._has_info = True
-        self._resting = False
+        self._suspended = False
 
-    def rest(self, why: str) -> None:
-        """Mark the replica as gone and do not check it until `move`."""
-        self._resting = True
+    def suspend(self, why: str) -> None:
+        """Mark the replica as gone and do not check it until `set_upstream`."""
+        self._suspended = True
         if self._replica.ready:
-            log.info("%s has left: %s", self._replica.name, why)
+            log.info("%s was removed: %s", self._replica.name, why)
             self._replica.ready = False
-        self.gone(why)
+        self.mark_gone(why)
 
-    def gone(self, why: str) -> None:
+    def mark_gone(self, why: str) -> None:
         """Mark the replica as gone until it passes a health check again; requests without an answer go elsewhere."""
         if self._replica.ready:
-            log.warning("%s is gone: %s", self._replica.name, why)
-        self._fleet.lose(self._replica, why)
+            log.warning("%s is unavailable: %s", self._replica.name, why)
+        self._fleet.mark_gone(self._replica, why)
         self._instance = None
-        self.upstream.abort_unheard()
+        self.upstream.abort_unanswered()
         self._changed()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Check the replica once. One that refuses connections is gone at once; a silent one after MISSES checks."""
-        if self._resting:
+        if self._suspended:
             await self.close()
             return
-        upstream, asked = self.upstream, clock()
+        upstream, sent_at = self.upstream, clock()
         try:
             answer, body = await upstream.fetch("GET", "/health", timeout=self._settings.health_seconds)
         except NoAnswer as error:
-            self._missed(upstream, asked, error)
+            self._missed(upstream, sent_at, error)
             return
         self._misses.clear()
         if answer.status != 200:
             if self._current(upstream):
-                self.gone(f"its /health answers {answer.status}: {body[:200].decode(errors='replace')}")
+                self.mark_gone(f"its /health answers {answer.status}: {body[:200].decode(errors='replace')}")
             return
-        asked = clock()
+        sent_at = clock()
         try:
             await self._learn(upstream)
             models = self._replica.models if self._replica.ready else await self._models(upstream)
@@ -136,18 +136,18 @@ class Watcher:
                          self.note or "its events")
                 self._changed()
         except NoAnswer as error:
-            self._missed(upstream, asked, error)
+            self._missed(upstream, sent_at, error)
 
-    def _missed(self, upstream: Upstream, asked: float, error: NoAnswer) -> None:
-        """Record that a request sent at the time `asked` got no answer."""
-        self._misses.append(asked)
+    def _missed(self, upstream: Upstream, sent_at: float, error: NoAnswer) -> None:
+        """Record that a request sent at the time `sent_at` got no answer."""
+        self._misses.append(sent_at)
         if self._current(upstream) and ("cannot be reached" in str(error) or len(self._misses) == MISSES):
-            self.gone(str(error))
-            upstream.abort_silent(self._misses[0])
+            self.mark_gone(str(error))
+            upstream.abort_stalled(self._misses[0])
 
     def _current(self, upstream: Upstream) -> bool:
         """Return whether a result just received is from the server that is watched now."""
-        return upstream is self.upstream and not self._resting
+        return upstream is self.upstream and not self._suspended
 
     async def _models(self, upstream: Upstream) -> frozenset[str]:
         answer, body = await upstream.fetch("GET", "/v1/models", timeout=self._settings.health_seconds)
@@ -181,17 +181,17 @@ class Watcher:
         await self.close()
         fleet, replica, settings = self._fleet, self._replica, self._settings
         if settings.tokenizer is None:
-            self.note = "what was sent there, as text (it has no /kv/info, and no --tokenizer was given)"
-            fleet.follow(replica, TEXT, Approximation(fleet.index, replica.place))
+            self.note = "the requests sent to it, as text (it has no /kv/info, and no --tokenizer was given)"
+            fleet.follow(replica, TEXT, Approximation(fleet.prefix_index, replica.index))
             return
         name, space = await asyncio.to_thread(self._spaces.foreign)
-        ports = settings.ports(replica.place)
+        ports = settings.ports(replica.index)
         if ports[0] is None:
-            self.note = "what was sent there (it has no /kv/info, and no --kv-events-port was given)"
-            fleet.follow(replica, name, Approximation(fleet.index, replica.place))
+            self.note = "the requests sent to it (it has no /kv/info, and no --kv-events-port was given)"
+            fleet.follow(replica, name, Approximation(fleet.prefix_index, replica.index))
             return
         self.note = None
-        mirror = Mirror(fleet.index, replica.place, root=root_digest(space.identity, None))
+        mirror = Mirror(fleet.prefix_index, replica.index, root=root_digest(space.identity, None))
         fleet.follow(replica, name, mirror)
         events, replay = (None if port is None else reachable(f"tcp://*:{port}", upstream.url) for port in ports)
         assert events is not None
@@ -204,17 +204,17 @@ class Watcher:
         try:
             space = await asyncio.to_thread(self._spaces.find, info)
         except SpilloverError as error:
-            self.note = f"what was sent there, as text ({error})"
-            log.warning("%s: its tokens are not known, so that prefixes are compared as text: %s", replica.name, error)
-            fleet.follow(replica, TEXT, Approximation(fleet.index, replica.place))
+            self.note = f"the requests sent to it, as text ({error})"
+            log.warning("%s: its tokenisation is unknown, so prefixes are compared as text: %s", replica.name, error)
+            fleet.follow(replica, TEXT, Approximation(fleet.prefix_index, replica.index))
             return
         if info.events is None or not info.prefix_caching:
-            self.note = "what was sent there (it publishes no KV events)"
-            fleet.follow(replica, space, Approximation(fleet.index, replica.place, info.device_blocks))
+            self.note = "the requests sent to it (it publishes no KV events)"
+            fleet.follow(replica, space, Approximation(fleet.prefix_index, replica.index, info.device_blocks))
             return
         self.note = None
-        group = next((place for place, window in enumerate(info.windows) if window is None), 0)
-        mirror = Mirror(fleet.index, replica.place, group if len(info.windows) > 1 else None)
+        group = next((index for index, window in enumerate(info.windows) if window is None), 0)
+        mirror = Mirror(fleet.prefix_index, replica.index, group if len(info.windows) > 1 else None)
         fleet.follow(replica, space, mirror)
         replay = info.events.replay_endpoint
         subscriber = Subscriber(mirror, reachable(info.events.endpoint, upstream.url),
@@ -226,17 +226,18 @@ class Watcher:
             await subscriber.run()
         except Exception:
             log.exception("KV events of %s are no longer followed", self._replica.name)
-            self._fleet.follow(self._replica, self._fleet.spaces[self._replica.place],
-                               Approximation(self._fleet.index, self._replica.place))
-            self.note = "what was sent there (its KV events could not be followed)"
+            self._fleet.follow(self._replica, self._fleet.spaces[self._replica.index],
+                               Approximation(self._fleet.prefix_index, self._replica.index))
+            self.note = "the requests sent to it (its KV events could not be followed)"
 
 
 def replica_report(info: KvInfo, url: str) -> ReplicaReport:
     """Return the state that the server at this address reports."""
-    return ReplicaReport(info.prefill_token_seconds,
-                {tier.medium: tier.block_seconds for tier in info.tiers if tier.block_seconds is not None},
-                info.max_num_seqs, info.device_blocks, info.device_blocks_used, info.waiting_prompt_tokens,
-                info.num_running, {store_name(each.name, url): each.block_seconds or 0.0 for each in info.stores})
+    return ReplicaReport(
+        info.prefill_token_seconds,
+        {tier.medium: tier.block_seconds for tier in info.tiers if tier.block_seconds is not None},
+        info.max_num_seqs, info.device_blocks, info.device_blocks_used, info.waiting_prompt_tokens,
+        info.num_running, {store_name(each.name, url): each.block_seconds or 0.0 for each in info.stores})
 
 
 def store_name(name: str, url: str) -> str:
@@ -256,7 +257,7 @@ class Spaces:
 
     def used(self, fleet: Fleet) -> Mapping[str, TokenSpace | None]:
         """Return the spaces of ready replicas, for which a request needs keys."""
-        names = {fleet.spaces[replica.place] for replica in fleet.replicas if replica.ready}
+        names = {fleet.spaces[replica.index] for replica in fleet.replicas if replica.ready}
         return {name: self.known[name] for name in names if name in self.known}
 
     def foreign(self) -> tuple[str, TokenSpace]:

@@ -34,16 +34,16 @@ class Outcome:
     open: bool = False  # whether the check is undecided and more runs may decide it
 
 
-def answered(run: CourseRun, experiment: str) -> Callable[[Results], bool]:
+def decision_rule(run: CourseRun, experiment: str) -> Callable[[Results], bool]:
     """Return a predicate: whether all expectations of an experiment are decided, as far as more runs can do it."""
-    asked = [each for each in run.week.expect if run.scale in each.scales
-             and experiment in (each.left.of, each.right.of if each.right is not None else None)]
+    expectations = [each for each in run.week.expect if run.scale in each.scales
+                    and experiment in (each.left.of, each.right.of if each.right is not None else None)]
 
-    def ask(_results: Results) -> bool:
+    def is_decided(_results: Results) -> bool:
         now = CourseRun(run.folder, run.week, run.scale, run.engine)  # a new object reads the current results
-        return not any(judge(now, each).open for each in asked)
+        return not any(judge(now, each).open for each in expectations)
 
-    return ask
+    return is_decided
 
 
 def check(run: CourseRun) -> list[Outcome]:
@@ -60,7 +60,8 @@ def judge(run: CourseRun, expectation: Expectation) -> Outcome:
     for side in sides:
         why = next((each.why for each in side if each.why), "")
         if why or len(side) != 1:
-            return Outcome(expectation, UNDECIDED, _told(sides, why or f"{len(side)} values where one is asked for"),
+            why = why or f"{len(side)} values where one is asked for"
+            return Outcome(expectation, UNDECIDED, _undecided_text(sides, why),
                            open=len(side) == 1 and side[0].passing)
     left, right = sides[0][0], sides[1][0] if len(sides) > 1 else None
     if not all(0 < number < math.inf for side in sides for number in side[0].values):
@@ -68,7 +69,7 @@ def judge(run: CourseRun, expectation: Expectation) -> Outcome:
     if left.passes and (right is None or right.passes) and (
             right is None or expectation.right is None or expectation.left.of == expectation.right.of):
         return _paired(expectation, left, right)
-    return _apart(expectation, left.values, (1.0,) if right is None else right.values)
+    return _by_ranges(expectation, left.values, (1.0,) if right is None else right.values)
 
 
 def _engines(run: CourseRun, expectation: Expectation) -> dict[str, set[str]]:
@@ -113,7 +114,7 @@ def _with_zeros(expectation: Expectation, left: Series, right: Series | None) ->
     return Outcome(expectation, HOLDS if enough[0] else FAILS, measured)
 
 
-def _apart(expectation: Expectation, left: Sequence[float], right: Sequence[float]) -> Outcome:
+def _by_ranges(expectation: Expectation, left: Sequence[float], right: Sequence[float]) -> Outcome:
     low, high = min(left) / max(right), max(left) / min(right)
     ratio = _middle(left) / _middle(right)
     measured = f"{_number(ratio)}, measured once" if low == high else (
@@ -123,16 +124,16 @@ def _apart(expectation: Expectation, left: Sequence[float], right: Sequence[floa
 
 def _decided(expectation: Expectation, ratio: float, low: float, high: float, measured: str) -> Outcome:
     if expectation.at_least is not None:
-        asked = f"at least {_number(expectation.at_least)} asked"
+        goal = f"at least {_number(expectation.at_least)} asked"
         outcome = HOLDS if low >= expectation.at_least else FAILS if high < expectation.at_least else UNDECIDED
     else:
         room = 1 + (expectation.within or 0.0)
-        asked = f"{_number(1 / room)} to {_number(room)} asked"
+        goal = f"{_number(1 / room)} to {_number(room)} asked"
         outcome = HOLDS if 1 / room <= low and high <= room else FAILS if high < 1 / room or low > room else UNDECIDED
-    return Outcome(expectation, outcome, f"{measured}; {asked}", ratio, low, high, open=outcome == UNDECIDED)
+    return Outcome(expectation, outcome, f"{measured}; {goal}", ratio, low, high, open=outcome == UNDECIDED)
 
 
-def _told(sides: Sequence[Sequence[Series]], why: str) -> str:
+def _undecided_text(sides: Sequence[Sequence[Series]], why: str) -> str:
     """Return why nothing is decided, preceded by the measured number if there is one."""
     middles = [side[0].median or 0.0 for side in sides if len(side) == 1]
     if len(middles) < len(sides) or not all(middles):

@@ -46,13 +46,13 @@ done
 def job_file(week: Week, scale: str, command: str, nodes: int = 1) -> str:
     """Return a job file that runs `command`; with several nodes, on the first of them, with a Ray cluster of all."""
     hours, minutes = divmod(math.ceil((most_seconds(week, scale) + HEADROOM_SECONDS) / 60), 60)
-    asked = [f"--job-name=spill-{week.name}"]
-    asked += [] if nodes == 1 else [f"--nodes={nodes}", "--ntasks-per-node=1"]
-    asked += [f"--gres=gpu:{math.ceil(week.gpus / nodes)}"] if scale == "gpu" else []
-    asked += [f"--time={hours:02}:{minutes:02}:00", f"--mem={MEMORY}", f"--cpus-per-task={CPUS}",
-              f"--output={week.name}-%j.log"]
+    options = [f"--job-name=spill-{week.name}"]
+    options += [] if nodes == 1 else [f"--nodes={nodes}", "--ntasks-per-node=1"]
+    options += [f"--gres=gpu:{math.ceil(week.gpus / nodes)}"] if scale == "gpu" else []
+    options += [f"--time={hours:02}:{minutes:02}:00", f"--mem={MEMORY}", f"--cpus-per-task={CPUS}",
+                f"--output={week.name}-%j.log"]
     return "\n".join([
-        "#!/bin/bash", *(f"#SBATCH {each}" for each in asked), "",
+        "#!/bin/bash", *(f"#SBATCH {each}" for each in options), "",
         "# Load your modules and activate your environment here; the same command resumes after an interruption.",
         "set -euo pipefail", 'cd "${SLURM_SUBMIT_DIR:-.}"', *([_CLUSTER] if nodes > 1 else []), command, ""])
 

@@ -69,7 +69,7 @@ def experiments(week: Week, scale: str, engine: str = "spillover", model: str | 
     absent = [missing(spec) for spec in specs] if engine != "spillover" else []
     if absent and all(why is not None for why in absent):
         assert absent[0] is not None
-        raise SpilloverError(f"week {week.number} cannot be run on {engine}: {absent[0].reason}; to have it: "
+        raise SpilloverError(f"week {week.number} cannot be run on {engine}: {absent[0].reason}; needed: "
                              f"{absent[0].install}")
     return made
 

@@ -64,7 +64,7 @@ def _of_cell(results: Results, cell: Mapping[str, Any], arm: str, workload: Mapp
     read = _monitored if value.kind == "monitor" else _metric
     found = [(read(results, visit, value), int(visit["pass"])) for visit in sound or visits]
     known = [(number * value.factor, pass_) for number, pass_ in found if number is not None]
-    why = "" if known else f"{arm} does not tell {value.names[0]}"
+    why = "" if known else f"{arm} does not report {value.names[0]}"
     if not visits:
         why = str(cell.get("reason") or f"{arm} has not been run on {workload['name']} yet")
     faults = [fault for fault in cell.get("faults") or () if fault.get("metric") in (None, *value.names)
@@ -100,14 +100,14 @@ def _once(results: Results, arm: Mapping[str, Any], value: Value) -> Series:
     name = str(arm["name"])
     arm_json = results.arms.get(name) or {}
     if value.kind == "score":
-        asked = results.evals.get(name) or {}
-        number = (asked.get("scores") or {}).get(value.names[0])
-        why = asked.get("reason") or arm_json.get("reason") or f"{name} has no {value.names[0]}"
+        evaluation = results.evals.get(name) or {}
+        number = (evaluation.get("scores") or {}).get(value.names[0])
+        why = evaluation.get("reason") or arm_json.get("reason") or f"{name} has no {value.names[0]}"
     else:
         number = arm_json.get(value.names[0])
         if value.names[0] == "pool_blocks" and arm_json.get("device_pool_tokens"):
             number = arm_json["device_pool_tokens"] / int(arm["spec"]["args"].get("block-size", BLOCK_SIZE))
-        why = arm_json.get("reason") or f"{name} does not tell {value.names[0]}"
+        why = arm_json.get("reason") or f"{name} does not report {value.names[0]}"
     values = () if not isinstance(number, int | float) else (float(number) * value.factor,)
     return Series(_row(name, value), "", values, why="" if values else str(why))
 
@@ -127,7 +127,7 @@ def _of_command(run: CourseRun, value: Value) -> Iterator[Series]:
         what = value.each.rpartition(".")[2].replace("_", " ")
         column = f"{what} {_at(result, value.each)}" if value.each else ""
         yield Series(value.label or value.of, column, values,
-                     why="" if values else f"{value.of} does not tell {value.names[0]}")
+                     why="" if values else f"{value.of} does not report {value.names[0]}")
 
 
 def _at(result: Any, path: str) -> Any:

@@ -204,7 +204,7 @@ def _row(where: str, given: Mapping[str, Any], kinds: Mapping[str, str]) -> Row:
     absent = given.get("absent") or {}
     _names(f"{where}, absent", absent, SCALES)
     if not given.get("values") and set(absent) != set(SCALES):
-        raise SpilloverError(f"{where} has no values, and says for one size only why")
+        raise SpilloverError(f"{where} has no values, and 'absent' does not say why for every size")
     return Row(str(given["name"]), str(given["about"]), str(given["unit"]),
                tuple(_value(where, value, kinds) for value in given.get("values") or ()), dict(absent))
 

@@ -168,7 +168,7 @@ def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: NullR
                  expected: tuple[float, ...] | None, show: Progress) -> DraftModel:
     """Load the draft model."""
     plan = draft.plan
-    second = make_runner(draft, None, show, beside=runner.inner if isinstance(runner, ParallelRunner) else runner)
+    second = make_runner(draft, None, show, shared_with=runner.inner if isinstance(runner, ParallelRunner) else runner)
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows)
     return DraftModel(second, OwnBlocks(kv, plan.max_model_len), vocabulary, plan.max_num_batched_tokens, expected)
 
@@ -193,10 +193,10 @@ def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
 
 
 def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show: Progress = quiet,
-                beside: NullRunner | ModelRunner | None = None, ranks: Ranks = ONE_RANK,
+                shared_with: NullRunner | ModelRunner | None = None, ranks: Ranks = ONE_RANK,
                 allocate: Callable[[int], torch.Tensor] | None = None) -> NullRunner | ModelRunner:
-    """Load the weights and allocate the KV cache. `beside`: the runner that this one drafts for. `ranks`: the group of
-    ranks that this runner is one of. `allocate`: allocates zeroed bytes for the pool."""
+    """Load the weights and allocate the KV cache. `shared_with`: the runner that this one drafts for. `ranks`: the
+    group of ranks that this runner is one of. `allocate`: allocates zeroed bytes for the pool."""
     config, plan, model_config = planned.config, planned.plan, planned.model_config
     shard, local = planned.shard, planned.shard.decoder(model_config)
     decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
@@ -223,14 +223,14 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
         own = pool[:, :model_config.num_layers]  # no step reads the head's layer of offloaded blocks
         stage = OffloadStage(own, plan.block_size, transfers, spill_codec(config, model_config, pool, plan.block_size))
     limits = step_limits(planned)
-    if beside is not None:  # the first step of a draft may have several rows per request
+    if shared_with is not None:  # the first step of a draft may have several rows per request
         limits = replace(limits, draft_tokens=1)
     if device.type == "cuda":
         from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
 
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, transfers, decode,
                             plan.kv_cache_dtype, stage, not config.enforce_eager,
-                            beside if isinstance(beside, CudaRunner) else None)
+                            shared_with if isinstance(shared_with, CudaRunner) else None)
         if planned.head is not None:
             runner.add_head(load_head(config, plan, planned.head, model, weights, views))
         if config.graph_capture == "start":
@@ -241,17 +241,17 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
         if copies is not None:
             runner.drafting = CudaRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, device,
                                          draft_limits(plan), transfers, kv_dtype=plan.kv_cache_dtype,
-                                         graphs=not config.enforce_eager, beside=runner)
+                                         graphs=not config.enforce_eager, shared_with=runner)
             if config.graph_capture == "start":
                 runner.drafting.capture(lambda done, total: show(done, total, CAPTURING))
         return runner
     cpu = CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage,
-                    beside if isinstance(beside, CpuRunner) else None)
+                    shared_with if isinstance(shared_with, CpuRunner) else None)
     if planned.head is not None:
         cpu.add_head(load_head(config, plan, planned.head, model, weights, views))
     if copies is not None:
         cpu.drafting = CpuRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, draft_limits(plan),
-                                 transfers, kv_dtype=plan.kv_cache_dtype, beside=cpu)
+                                 transfers, kv_dtype=plan.kv_cache_dtype, shared_with=cpu)
     return cpu
 
 

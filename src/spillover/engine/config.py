@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from spillover.engine.events.config import KVEventsConfig
 from spillover.engine.speculation.config import METHODS, SpeculativeConfig
 from spillover.engine.step_cost import StepCost
-from spillover.engine.vllm_flags import may_be_left_out
+from spillover.engine.vllm_flags import is_redundant
 from spillover.errors import SpilloverError, did_you_mean
 from spillover.memory.budgets import parse_disk
 from spillover.memory.shared_pool.wire import socket_path
@@ -56,8 +56,8 @@ class EngineConfig:
                                          "rank's.")
     ranks_share_device: bool = _flag(False, "Let several ranks share a CUDA device, which is slower than one rank; for "
                                             "tests.")
-    enable_expert_parallel: bool = _flag(False, "With several ranks: deal out whole experts to them instead of a part "
-                                                "of each.")
+    enable_expert_parallel: bool = _flag(False, "With several ranks: give each of them whole experts instead of a "
+                                                "part of every expert.")
     gpu_memory: str | None = _flag(None, "Memory budget of the device tier for weights, KV cache and workspace: a size "
                                          f"such as 8GB ({UNITS_HELP}), or a share of the tier such as 90%.")
     weights: str = _flag("auto", "How to hold weights that do not fit on the device: auto keeps all of them there if "
@@ -86,7 +86,7 @@ class EngineConfig:
                                "redis://user:password@host:6379/0; rediss:// is with TLS, unix:// a socket; ?size=20GB "
                                "and ?ttl=SECONDS bound it.")
     kv_offloading_size: float | None = _flag(None, "Size of the host tier in GiB: vLLM's name for --host-memory.")
-    spill: str = _flag("evict", "When to write KV to the lower tiers: evict, shortly before its room is needed, or "
+    spill: str = _flag("evict", "When to write KV to the lower tiers: evict, shortly before its space is needed, or "
                                 "eager, as soon as a block is full.",
                        ("evict", "eager"))
     restore: str = _flag("auto", "What to do with KV found in a lower tier: auto loads it, recomputes it, or does "
@@ -118,8 +118,9 @@ class EngineConfig:
     enforce_eager: bool = _flag(False, "Launch every kernel individually; do not capture CUDA graphs.")
     graph_capture: str = _flag("lazy", "When to capture CUDA graphs: lazy, each when a step of its size first runs, "
                                        "or all at the start.", ("lazy", "start"))
-    fast: bool = _flag(False, "On a GPU: kernels whose sums depend on the batch, and the host's cores for experts that "
-                              "are not on the device. A request's tokens may then depend on the other requests.")
+    fast: bool = _flag(False, "On a GPU: use faster kernels whose sums depend on the batch, and let the host's cores "
+                              "compute experts that are not on the device. A request's tokens may then depend on the "
+                              "other requests.")
     speculative_config: str | None = _flag(None, "Guess tokens ahead and verify them, as JSON like vLLM's: "
                                            '{"method": "ngram", "num_speculative_tokens": 4}; with prompt_lookup_min, '
                                            "prompt_lookup_max, substitute_dtype, model and adaptive. The text stays "
@@ -164,7 +165,7 @@ class EngineConfig:
                     value = json.dumps(dict(value), default=str)
                 kept[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
                 _check_type(name, kept[name], hints[name])
-            elif not may_be_left_out(name, value):
+            elif not is_redundant(name, value):
                 near = difflib.get_close_matches(name, hints, n=3, cutoff=0.5)
                 hint = f"did you mean {' or '.join(near)}?" if near else "`spill serve --help` lists all flags"
                 raise SpilloverError(f"There is no engine flag '{name}'; {hint}")
@@ -247,12 +248,12 @@ class EngineConfig:
     def _check_ranks(self) -> None:
         if self.tensor_parallel_size == 1:
             return
-        asked = f"--tensor-parallel-size {self.tensor_parallel_size}"
+        flag = f"--tensor-parallel-size {self.tensor_parallel_size}"
         if self.load_format == "null":
-            raise SpilloverError(f"--load-format null has no model to divide: leave {asked} out")
+            raise SpilloverError(f"--load-format null has no model to split: leave {flag} out")
         if self.speculation is not None and self.speculation.method in ("substitute", "eagle3"):
-            raise SpilloverError(f"--speculative-method {self.speculation.method} is for one rank: leave {asked} out, "
-                                 "or draft with ngram, suffix or a draft model")
+            raise SpilloverError(f"--speculative-method {self.speculation.method} works with one rank only: leave "
+                                 f"{flag} out, or draft with ngram, suffix or a draft model")
 
     def _check_weights(self) -> None:
         strategy, _, count = self.weights.partition(":")
@@ -266,19 +267,19 @@ class EngineConfig:
             raise SpilloverError(f"--cpu-offload-gb and --weights {self.weights} contradict each other: give one of "
                                  "them")
         if self.policy != "lru" and (self.cpu_offload_gb is not None or strategy not in ("auto", "experts")):
-            asked = "--cpu-offload-gb" if self.cpu_offload_gb is not None else f"--weights {self.weights}"
+            flag = "--cpu-offload-gb" if self.cpu_offload_gb is not None else f"--weights {self.weights}"
             raise SpilloverError(f"--policy {self.policy} chooses which experts stay in slots on the device, and "
-                                 f"{asked} has no such slots; use --weights experts")
+                                 f"{flag} has no such slots; use --weights experts")
         if self.paged_tokens is not None and (self.cpu_offload_gb is not None or strategy in (
                 "resident", "sequential", *MANAGED)):
-            asked = "--cpu-offload-gb" if self.cpu_offload_gb is not None else f"--weights {self.weights}"
-            raise SpilloverError(f"--paged-tokens is for experts in slots on the device, and {asked} has no such "
+            flag = "--cpu-offload-gb" if self.cpu_offload_gb is not None else f"--weights {self.weights}"
+            raise SpilloverError(f"--paged-tokens is for experts in slots on the device, and {flag} has no such "
                                  "slots; use --weights experts")
         if self.uvm_oversubscribe and strategy not in MANAGED:
             raise SpilloverError("--uvm-oversubscribe is for weights in managed memory: give --weights uvm too, or "
                                  "leave it out")
         if strategy in MANAGED and self.tensor_parallel_size > 1:
-            raise SpilloverError(f"--weights {strategy} is for one rank: leave --tensor-parallel-size "
+            raise SpilloverError(f"--weights {strategy} works with one rank only: leave --tensor-parallel-size "
                                  f"{self.tensor_parallel_size} out, or use --weights sequential")
         if self.simulate_step is not None and self.load_format != "null":
             raise SpilloverError("--simulate-step is for servers without a model: give --load-format null too")
@@ -294,8 +295,8 @@ class EngineConfig:
                                      f"--speculative-method, one of {', '.join(METHODS)}")
             return
         if speculation.model is not None and self.load_format == "null":
-            raise SpilloverError("--load-format null has no model, and so nothing that a draft model or a head could "
-                                 "guess: leave it out")
+            raise SpilloverError("--load-format null has no model for which a draft model or a head could draft: leave "
+                                 f"{speculation.model} out")
         if speculation.simulated and self.load_format == "auto":
             raise SpilloverError("--speculative-simulate makes the text meaningless, so it is for random weights: give "
                                  "--load-format dummy too, or --speculative-method for a real model")

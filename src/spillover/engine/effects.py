@@ -22,8 +22,8 @@ def flag_notes(config: EngineConfig, model: ModelConfig, plan: Plan) -> tuple[st
     notes = []
     placement = plan.placement
     if config.fast and plan.device == "cuda":
-        notes.append("--fast: a request's tokens may depend on the requests beside it, on how its prompt is cut into "
-                     "chunks and on where weights and KV lie; without it they do not")
+        notes.append("--fast: a request's tokens may depend on the other requests in its batch, on how its prompt is "
+                     "chunked and on where weights and KV are stored; without --fast they do not")
     elif plan.device == "cuda" and placement is not None and placement.strategy == "host-experts":
         notes.append("--weights host-experts streams the experts that the host's cores would compute, as their sums "
                      "round differently from the device's; --fast lets the cores compute them")
@@ -32,7 +32,7 @@ def flag_notes(config: EngineConfig, model: ModelConfig, plan: Plan) -> tuple[st
     if placement is not None and placement.managed_bytes:
         if plan.device == "cpu":
             notes.append(f"--weights {placement.strategy} is emulated on a CPU, by mapping and unmapping pages of host "
-                         "memory: the order and the number of faults say something, their cost does not")
+                         "memory: the order and the number of page faults are meaningful, their cost is not")
         elif config.uvm_oversubscribe:
             notes.append("--uvm-oversubscribe: managed memory may be more than the card has free, and a driver in that "
                          "state can hang the machine")
@@ -50,8 +50,8 @@ def flag_notes(config: EngineConfig, model: ModelConfig, plan: Plan) -> tuple[st
         notes.append(f"--schedule-policy {config.schedule_policy} orders requests as fcfs does: without "
                      "--enable-prefix-caching there are no prefixes to match")
     if config.enable_expert_parallel and config.tensor_parallel_size == 1:
-        notes.append("--enable-expert-parallel has no effect: it deals out experts to several ranks, and there is one; "
-                     "--tensor-parallel-size gives more")
+        notes.append("--enable-expert-parallel has no effect: it distributes experts over several ranks, and there is "
+                     "one; --tensor-parallel-size sets their number")
     if config.graph_capture == "start" and plan.device != "cuda":
         notes.append(f"--graph-capture start has no effect: CUDA graphs need a GPU, and the device is {plan.device}")
     return tuple(notes)

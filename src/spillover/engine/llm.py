@@ -79,8 +79,8 @@ class LLM:
         """
         items = prompt_list(prompts)
         params = params_for(len(items), sampling_params, self.get_default_sampling_params())
-        asked = zip(items, params, priorities_for(len(items), priority), strict=True)
-        answers = [self._answer(prompt, params, important, cache_salt) for prompt, params, important in asked]
+        given = zip(items, params, priorities_for(len(items), priority), strict=True)
+        answers = [self._answer(prompt, params, important, cache_salt) for prompt, params, important in given]
         begun, tokens = time.perf_counter(), 0
         ending = closing(self._thread.answers(answers, cancelled))
         with counted(len(answers), "requests", use_tqdm) as show, ending as complete:

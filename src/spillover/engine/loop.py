@@ -137,7 +137,7 @@ class Engine:
             self.scheduler.connector.poll()
             self.wait(0.01)
         if kv.num_in_flight:
-            raise SpilloverError("cannot sleep: copies of KV to or from a lower tier have not ended within "
+            raise SpilloverError("cannot sleep: copies of KV to or from a lower tier have not completed within "
                                  f"{FLUSH_SECONDS:g} s; check the disk and the remote store, and try again")
         if self.drafting is not None:
             self.drafting.sleep()

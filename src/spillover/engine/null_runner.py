@@ -92,8 +92,8 @@ class NullRunner:
         return accepted(item, drawn, request, self._simulated)
 
     def _logprobs(self, item: StepItem, tokens: tuple[int, ...]) -> tuple[PositionLogprobs, ...]:
-        asked = self._requests[item.id].params.logprobs is not None
-        return tuple(self._certain(token) for token in tokens) if asked else ()
+        wanted = self._requests[item.id].params.logprobs is not None
+        return tuple(self._certain(token) for token in tokens) if wanted else ()
 
     def _prompt_logprobs(self, item: StepItem) -> list[PositionLogprobs] | None:
         request = self._requests[item.id]

@@ -24,9 +24,9 @@ from spillover.plan.ranks.cards import (
     Card,
     Host,
     Link,
-    card_here,
     find_card,
     find_link,
+    find_local_card,
 )
 from spillover.plan.ranks.steps import RankPlan, layout_name, make_rank_plan, rank_rates
 from spillover.plan.rates import Rates
@@ -71,7 +71,7 @@ def choose_setting(card: str | None, link: str | None, device: str, machine: Mac
     if device == "cpu":
         raise SpilloverError("--tensor-parallel-size, --card and --link plan for GPUs: leave --device cpu out")
     if card is None and machine.cuda:
-        here = card_here(machine.cuda[0])
+        here = find_local_card(machine.cuda[0])
         if here is None:
             if link is None:
                 raise SpilloverError(f"how {machine.cuda[0].name} cards are connected is not known: give --link pcie4 "
@@ -79,8 +79,8 @@ def choose_setting(card: str | None, link: str | None, device: str, machine: Mac
             here = replace(CARDS["rtx-4090"], title=machine.cuda[0].name, links=("pcie5", "pcie4"))
         return Setting(here, find_link(link, here), HOSTS[here.host], machine, measure(), True)
     named = find_card(card or DEFAULT_CARD)
-    said = (f"there is no GPU here, so the plan is for {named.title}; --card names another",) if card is None else ()
-    return Setting(named, find_link(link, named), HOSTS[named.host], named.machine(), named.rates, False, said)
+    notes = (f"there is no GPU here, so the plan is for {named.title}; --card names another",) if card is None else ()
+    return Setting(named, find_link(link, named), HOSTS[named.host], named.machine(), named.rates, False, notes)
 
 
 def plan_ranks(config: EngineConfig, path: Path, setting: Setting) -> RanksPlan:

@@ -38,10 +38,10 @@ from spillover.models.quantize.view import choose_scheme, quantized_config
 from spillover.models.registry import Architecture, read_architecture
 from spillover.models.sharding.shard import Cuts, Shard, shard_specs
 from spillover.models.weight_specs import WeightSpecs, in_codes
-from spillover.plan.drafting import DraftSpecs, plan_beside, plan_with_head
+from spillover.plan.drafting import DraftSpecs, plan_with_draft, plan_with_head
 from spillover.plan.hardware import Machine, probe
 from spillover.plan.measure import quick_rates
-from spillover.plan.planner import Plan, PlanRequest, make_plan, where
+from spillover.plan.planner import Plan, PlanRequest, device_and_dtype, make_plan
 from spillover.plan.rates import Rates
 from spillover.plan.workspace import Workspace
 from spillover.progress import COMPILING, PLANNING
@@ -161,8 +161,8 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
                          substitutes=None if substitutes is None else substitutes.specs)
 
     if draft is not None:
-        plan = plan_beside(request, machine, plan_model, DraftSpecs(draft.name, draft.dtype, draft.model_config,
-                                                                    draft.specs))
+        plan = plan_with_draft(request, machine, plan_model, DraftSpecs(draft.name, draft.dtype, draft.model_config,
+                                                                        draft.specs))
     elif head is not None:
         plan = plan_with_head(request, machine, plan_model, head.for_plan())
         head.check_plan(plan)
@@ -188,7 +188,7 @@ def _kept_in_codes(config: EngineConfig, specs: WeightSpecs, model_config: Model
                    request: PlanRequest, machine: Machine) -> WeightSpecs:
     """Return the specs with weights in the codes of their file, if the device can compute with these codes."""
     if config.load_format == "auto" and config.weight_codes == "keep" and "codes" in hf_config:
-        device, dtype = where(request, model_config, machine)
+        device, dtype = device_and_dtype(request, model_config, machine)
         if _multiplies_codes(machine, device, dtype):
             return in_codes(specs, hf_config["codes"], device)
     return specs
@@ -228,7 +228,7 @@ def inspect_draft(config: EngineConfig, target: PlanRequest, machine: Machine) -
 def _head_hint(path: Path | None) -> str:
     """Return a hint for the error message if the checkpoint given as a draft model is a head."""
     found = str(read_config(path).get("architectures")).lower() if path is not None else ""
-    return "; it seems to be a head, for which there is the method eagle3" if "eagle3" in found else ""
+    return "; it seems to be an EAGLE-3 head: use --speculative-method eagle3" if "eagle3" in found else ""
 
 
 def _planned_draft(config: EngineConfig, draft: _Draft, plan: Plan) -> PlannedModel:

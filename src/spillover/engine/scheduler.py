@@ -80,8 +80,8 @@ class Scheduler:
                 continue
             end = self.connector.limit(request.request_id, request.num_computed, request.num_tokens)
             count = min(end - request.num_computed, budget)
-            if count and self._make_room(request, request.num_computed + count, items):
-                items.append(self._take(request, count))
+            if count and self._allocate_blocks(request, request.num_computed + count, items):
+                items.append(self._make_item(request, count))
                 budget -= count
         self._admit(items, budget)
         if not items:  # new and ended requests are sent with the next step that has items
@@ -212,16 +212,16 @@ class Scheduler:
         at_end = request.num_tokens >= self.config.max_model_len or (limit is not None and request.num_output >= limit)
         return not at_end
 
-    def _take(self, request: Request, count: int) -> StepItem:
+    def _make_item(self, request: Request, count: int) -> StepItem:
         """Make the step's item for the request's next `count` tokens."""
         start = request.num_computed
         end = start + count
         samples = end == request.num_tokens
         phase = Phase.DECODE if samples and count == 1 else Phase.PREFILL
         if not request.run_id:
-            self._announce(request)
+            self._queue_new(request)
         # Any entry of the table may change while a prompt is computed or restored, or if blocks are in host memory.
-        changed = phase is Phase.PREFILL or request.restoring or request.long
+        changed = phase is Phase.PREFILL or request.restoring or request.offloaded
         first = 0 if changed else request.blocks_sent
         tables = [self.kv.table(request.request_id, group) for group in range(self.config.num_groups)]
         item = StepItem(
@@ -235,7 +235,7 @@ class Scheduler:
             mask=request.grammar.mask() if samples and request.grammar is not None else b"",
             score_prompt=(start < request.num_prompt - 1 and end >= request.first_scored
                           and _needs_prompt_logits(request)),
-            host_blocks=self.connector.host_blocks(request.request_id) if request.long else (),
+            host_blocks=self.connector.host_blocks(request.request_id) if request.offloaded else (),
         )
         request.blocks_sent = len(tables[0])
         request.num_computed = end
@@ -243,14 +243,14 @@ class Scheduler:
         request.pending += samples
         return item
 
-    def _announce(self, request: Request) -> None:
+    def _queue_new(self, request: Request) -> None:
         """Queue the request for the runner, which does not have it or dropped it at its preemption."""
         request.run_id, request.blocks_sent = next(self._run_ids), 0
         self._by_run_id[request.run_id] = request
         self._new.append(NewRequest(request.run_id, request.token_ids[:], request.num_prompt, request.params,
                                     request.seed, tuple(request.stop_ids), request.grammar is not None))
 
-    def _make_room(self, request: Request, num_tokens: int, items: list[StepItem]) -> bool:
+    def _allocate_blocks(self, request: Request, num_tokens: int, items: list[StepItem]) -> bool:
         """Allocate blocks for the request's first `num_tokens`, preempting later requests if there are too few."""
         urgent = bool(request.num_output)
         while not self.kv.extend(request.request_id, num_tokens, urgent):
@@ -287,10 +287,10 @@ class Scheduler:
                 return
             if len(self.running) + len(self._leaving) >= self.config.max_num_seqs:
                 break
-            if self._waits_for_leader(request) or not self._lookup(request):
+            if self._must_wait_for_prefix(request) or not self._lookup(request):
                 continue
-            asked = request, outstanding, self.kv.occupancy
-            if self.running and asked == self._refused:  # nothing has changed since it was refused
+            attempt = request, outstanding, self.kv.occupancy
+            if self.running and attempt == self._refused:  # nothing has changed since it was refused
                 break
             covered = self._begin(request)
             count = min(request.num_tokens - covered, budget)
@@ -300,14 +300,14 @@ class Scheduler:
             if end is None or not self.kv.extend(request.request_id, min(covered + count, end), urgent=False):
                 self._release(request)
                 lasting = whole and not fits and self.kv.loans.lender is None  # a lender may lend more in the next step
-                self._refused = asked if lasting else None
+                self._refused = attempt if lasting else None
                 break
             count = min(count, end - covered)
             self.waiting.remove(request)
             self.running.append(request)
             self._enter(request, covered, end)
             if count:
-                items.append(self._take(request, count))
+                items.append(self._make_item(request, count))
             outstanding += self.kv.blocks_needed(request.request_id, request.num_tokens)
             budget -= count
         self._forming = False
@@ -325,7 +325,7 @@ class Scheduler:
 
     def _may_admit(self) -> bool:
         """Return whether requests may be admitted: static batching forms a batch only when the last has finished."""
-        if any(r.long for r in self.running):
+        if any(r.offloaded for r in self.running):
             return False
         if not self.config.static_batching:
             return True
@@ -335,7 +335,7 @@ class Scheduler:
     def _match(self, request: Request) -> int:
         return self.kv.match(_reusable(request), request.cache_salt)
 
-    def _waits_for_leader(self, request: Request) -> bool:
+    def _must_wait_for_prefix(self, request: Request) -> bool:
         """Return whether the request has to wait because its parent, or an unrelated request with the same prefix, has
         yet to compute prompt blocks that they share."""
         parent = request.parent
@@ -400,7 +400,7 @@ class Scheduler:
         """Move the oldest blocks of the only running request, which has outgrown the device, to host memory."""
         if request.in_flight:
             return
-        request.long = True
+        request.offloaded = True
         self.kv.commit(request.request_id, request.token_ids, request.num_computed)  # includes restored blocks
         if not self.connector.offload(request.request_id, self._offload_unit):
             self.stop(request, "length")
@@ -451,7 +451,7 @@ class Scheduler:
         if request.status is Status.PREEMPTED:
             request.status = Status.WAITING
             request.num_computed = 0
-            request.restoring = request.long = False
+            request.restoring = request.offloaded = False
             if _needs_prompt_logits(request):
                 request.forget_prompt_logprobs()  # its prefill starts over
             self.waiting.appendleft(request)

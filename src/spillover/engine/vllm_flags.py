@@ -58,11 +58,11 @@ _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "cuda_graph_sizes": (([],), _COMPILED),
     "guided_decoding_backend": (("auto", "guidance"), _GRAMMARS),
     "structured_outputs_config": (({},), _GRAMMARS),
-    "logits_processors": (([],), "a request may have a logit bias or structured outputs"),
+    "logits_processors": (([],), "a request may have a logit bias or structured outputs instead"),
 }
 
 
-def may_be_left_out(name: str, value: Any) -> bool:
+def is_redundant(name: str, value: Any) -> bool:
     """Return whether vLLM's keyword has a value that changes nothing here; SpilloverError for another value."""
     if name not in _KNOWN:
         return False
@@ -72,7 +72,7 @@ def may_be_left_out(name: str, value: Any) -> bool:
     return True
 
 
-def instead_of(flag: str) -> str | None:
+def replacement_for(flag: str) -> str | None:
     """Return what to use instead of a flag of vLLM's server, such as --swap-space; None if the flag is unknown."""
     name = flag.removeprefix("--").replace("-", "_")
     if name not in _KNOWN:

@@ -55,9 +55,9 @@ class Difference:
 def compare(tasks: Sequence[tuple[str, Sequence[Metric], Items, Items]], confidence: float = CONFIDENCE
             ) -> list[Difference]:
     """Compare every metric of every task; tasks are (name, metrics, base, other)."""
-    asked = [(name, metric, base, other) for name, metrics, base, other in tasks for metric in metrics]
-    alpha = (1 - confidence) / max(1, len(asked))
-    return [_compare(name, metric, base, other, alpha) for name, metric, base, other in asked]
+    comparisons = [(name, metric, base, other) for name, metrics, base, other in tasks for metric in metrics]
+    alpha = (1 - confidence) / max(1, len(comparisons))
+    return [_compare(name, metric, base, other, alpha) for name, metric, base, other in comparisons]
 
 
 def mcnemar(only_base: int, only_other: int) -> float:
@@ -79,15 +79,15 @@ def _compare(task: str, metric: Metric, base: Items, other: Items, alpha: float)
     samples = metric.shaped(resampled(*first, *second))  # [2, RESAMPLES]
     moved = samples[1] - samples[0]
     each = [metric.slope(float(over.sum() / per.sum())) * influence(over, per) for over, per in (first, second)]
-    apart = each[1] - each[0]  # contribution of each pair to the difference, relative to the mean
-    reach = student_reach(apart, 1 - alpha)
+    influences = each[1] - each[0]  # contribution of each pair to the difference, relative to the mean
+    reach = student_reach(influences, 1 - alpha)
     low, high = (float(end) for end in np.quantile(moved, [alpha / 2, 1 - alpha / 2]))
     low, high = min(low, now - was - reach), max(high, now - was + reach)
     if metric.kind == "mean" and is_share(*first) and is_share(*second):
         only_base, only_other = int(np.sum(first[0] > second[0])), int(np.sum(first[0] < second[0]))
         p, test = mcnemar(only_base, only_other), "McNemar exact"
     else:
-        p, test = max(_bootstrap_p(moved), _student_p(now - was, apart)), "paired bootstrap"
+        p, test = max(_bootstrap_p(moved), _student_p(now - was, influences)), "paired bootstrap"
     good = (now > was) == (metric.better == "higher")
     verdict = NO_DIFFERENCE if p >= alpha or now == was else BETTER if good else WORSE
     return Difference(task, metric.name, was, now, low, high, p, len(shared), only_base, only_other, test, verdict)
@@ -99,9 +99,9 @@ def _bootstrap_p(moved: Floats) -> float:
     return min(1.0, 2 * (least + 1) / (RESAMPLES + 1))
 
 
-def _student_p(difference: float, apart: Floats) -> float:
+def _student_p(difference: float, influences: Floats) -> float:
     """Return the two-sided p value of a difference, given the contribution of each pair."""
-    if len(apart) < 2 or difference == 0:
+    if len(influences) < 2 or difference == 0:
         return 1.0
-    error = float(apart.std(ddof=1)) / math.sqrt(len(apart))
-    return 1.0 - student_within(abs(difference) / error, len(apart) - 1) if error > 0 else 0.0
+    error = float(influences.std(ddof=1)) / math.sqrt(len(influences))
+    return 1.0 - student_within(abs(difference) / error, len(influences) - 1) if error > 0 else 0.0

@@ -117,8 +117,8 @@ class _Stored(ABC):
         same = {"reference": self.name, "kind": self.kind, "prompt": _digest(prompt)}
         other = next((name for name, value in same.items() if kept.get(name) != value), None)
         if other is not None:
-            raise SpilloverError(f"'{self.folder}' holds another {other} than is asked for now; give another "
-                                 "--reference-dir, or delete it")
+            raise SpilloverError(f"'{self.folder}' has results with another {other}; give another --reference-dir, "
+                                 "or delete the folder")
         return kept
 
     def _answer(self, window: str, prompt: Prompt) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class FullReference(_Stored):
         logprobs = target.visit(prompt, visit)
         if other:
             raise SpilloverError(f"the reference has a vocabulary of {reference.shape[1]} tokens and {target.name} one "
-                                 f"of {other[0]}: they are no variants of one model")
+                                 f"of {other[0]}: they are not variants of one model")
         return logprobs, {"kl": sum(kl for kl, _ in found.values()),
                           "same_top": float(sum(same for _, same in found.values())),
                           "reference_logprob": sum(kept["logprobs"])}

@@ -19,9 +19,9 @@ def answers(ask: Callable[[Question], Answer], questions: Sequence[Question], co
     pool = ThreadPoolExecutor(concurrency, "spillover-eval")
     try:
         with counted(done + len(questions), what) as show:
-            asked = {pool.submit(ask, question): question for question in questions}
-            for count, future in enumerate(as_completed(asked), done + 1):
-                yield asked[future], future.result()
+            futures = {pool.submit(ask, question): question for question in questions}
+            for count, future in enumerate(as_completed(futures), done + 1):
+                yield futures[future], future.result()
                 show(count, "")
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -86,7 +86,7 @@ class Results:
                 else:
                     self.items[known["task"]][known["id"]] = known["values"]
             except (ValueError, KeyError, TypeError) as error:
-                raise SpilloverError(f"'{path}' is no results file of spill eval: its line {number} is "
+                raise SpilloverError(f"'{path}' is not a results file of spill eval: its line {number} is "
                                      f"{line[:60].decode(errors='replace')!r}") from error
             end += len(line)
         return end

@@ -15,8 +15,8 @@ def run(task: Task, target: Target, items: Sequence[Item], results: Results, con
     """Run the items that are not in the results yet."""
     results.begin(task.name, {"model": target.name, **task.settings})
     left = [item for item in items if item.id not in results.items[task.name]]
-    asked = answers(lambda item: task.ask(target, item), left, concurrency, task.name, len(items) - len(left))
-    for item, answer in asked:
+    pairs = answers(lambda item: task.ask(target, item), left, concurrency, task.name, len(items) - len(left))
+    for item, answer in pairs:
         results.add(task.name, item.id, answer.values, answer.detail)
 
 

@@ -19,7 +19,7 @@ class ServedTarget:
     def __init__(self, url: str, tokenizer: Tokenizer | None = None, api_key: str | None = None) -> None:
         """Query a server for its model. `tokenizer` replaces the server's own."""
         self._server = JsonServer(url, {} if api_key is None else {"Authorization": f"Bearer {api_key}"}, TIMEOUT)
-        served = ServedModel.ask(url, api_key=api_key)
+        served = ServedModel.connect(url, api_key=api_key)
         self._url = url
         self._tokenizer = tokenizer
         self._remote = served.tokenizer if isinstance(served.tokenizer, ServerTokenizer) else None

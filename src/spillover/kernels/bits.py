@@ -70,28 +70,28 @@ def check_bits(device: str, progress: Progress | None = None) -> list[BitsCheck]
 
 
 def _cases(device: torch.device) -> Iterator[_Case]:
-    made = _Maker(device)
+    maker = _Maker(device)
     counts = (*FEW, *MORE[device.type])
     sizes = {"qkv": (4096, HIDDEN), "o": (HIDDEN, 2048), "down": (HIDDEN, INNER), "head": (VOCAB, HIDDEN)}
     for name, (channels, inner) in sizes.items():
-        w = made.linear(made.format, channels, inner)
-        x = made.normal(counts[-1], inner)
+        w = maker.linear(maker.format, channels, inner)
+        x = maker.normal(counts[-1], inner)
         yield _Case(f"product {name} {channels} x {inner}", counts, _differences(partial(linear, w=w), x, counts))
-    layer = made.layer()
-    residual = made.normal(counts[-1], HIDDEN)
+    layer = maker.layer()
+    residual = maker.normal(counts[-1], HIDDEN)
 
     def mlp(x: Tensor) -> Tensor:
-        return torch.cat(made.kernels.mlp_block(x.clone(), residual[:len(x)].clone(), layer), dim=1)
+        return torch.cat(maker.kernels.mlp_block(x.clone(), residual[:len(x)].clone(), layer), dim=1)
 
-    same = made.normal(1, HIDDEN).expand(counts[-1], -1)  # equal rows, which differ in their residual alone
+    same = maker.normal(1, HIDDEN).expand(counts[-1], -1)  # equal rows, which differ in their residual alone
     yield _Case("norm and MLP", counts, _differences(mlp, same, counts, ends=False))
     for kv_dtype in ("auto", "fp8", "int8"):
         name = "norm, QKV, rotary embedding, attention" + (f" over {kv_dtype} KV" if kv_dtype != "auto" else "")
-        yield _Case(name, counts, _chunk_differences(made, layer, counts, kv_dtype))
-    for name, form in made.expert_formats.items():
-        first = Experts(made.linear(form, 2 * EXPERT_INNER, HIDDEN, EXPERTS, parts=2))
-        second = Experts(made.linear(form, HIDDEN, EXPERT_INNER, EXPERTS))
-        scores = made.normal(counts[-1], EXPERTS)
+        yield _Case(name, counts, _chunk_differences(maker, layer, counts, kv_dtype))
+    for name, form in maker.expert_formats.items():
+        first = Experts(maker.linear(form, 2 * EXPERT_INNER, HIDDEN, EXPERTS, parts=2))
+        second = Experts(maker.linear(form, HIDDEN, EXPERT_INNER, EXPERTS))
+        scores = maker.normal(counts[-1], EXPERTS)
         # MXFP4 experts use float16 activations: only gpt-oss has them, and it clamps values that would not fit.
         limit = SWIGLU_LIMIT if name == "MXFP4" else None
 
@@ -99,7 +99,7 @@ def _cases(device: torch.device) -> Iterator[_Case]:
             x, scores = both[:, :HIDDEN].contiguous(), both[:, HIDDEN:].contiguous()
             return mixture(x, scores, first, second, TOP_K, True, limit)
 
-        x = torch.cat((made.normal(counts[-1], HIDDEN), scores), dim=1)
+        x = torch.cat((maker.normal(counts[-1], HIDDEN), scores), dim=1)
         yield _Case(f"mixture of experts, {name}", counts, _differences(mix, x, counts))
 
 
@@ -113,21 +113,21 @@ def _differences(run: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, 
         yield any(not torch.equal(run(x[rows]), whole[rows]) for rows in parts)
 
 
-def _chunk_differences(made: _Maker, layer: LayerWeights, counts: tuple[int, ...], kv_dtype: str) -> Iterator[bool]:
+def _chunk_differences(maker: _Maker, layer: LayerWeights, counts: tuple[int, ...], kv_dtype: str) -> Iterator[bool]:
     """Yield for each number of rows whether chunks of that size differ from the sequence computed in one chunk."""
-    length = LONGEST[made.device.type]
-    x, residual = made.normal(length, HIDDEN), made.normal(length, HIDDEN)
+    length = LONGEST[maker.device.type]
+    x, residual = maker.normal(length, HIDDEN), maker.normal(length, HIDDEN)
     blocks = -(-length // BLOCK)
-    size, dtype = BLOCK * SHAPE.head_dim, made.dtype
+    size, dtype = BLOCK * SHAPE.head_dim, maker.dtype
     if kv_dtype != "auto":
         size, dtype = head_bytes(BLOCK, SHAPE.head_dim), torch.uint8
-    pool = torch.zeros(blocks + 1, 2, SHAPE.num_kv_heads, size, dtype=dtype, device=made.device)
+    pool = torch.zeros(blocks + 1, 2, SHAPE.num_kv_heads, size, dtype=dtype, device=maker.device)
     table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).int()[None] + 1
 
     def run(first: int, last: int) -> Tensor:
-        batch = made.chunk(first, last, table, kv_dtype)
-        out, total = made.kernels.attention_block(x[first:last].clone(), residual[first:last].clone(), layer, pool,
-                                                  batch, None, 0)
+        batch = maker.chunk(first, last, table, kv_dtype)
+        out, total = maker.kernels.attention_block(x[first:last].clone(), residual[first:last].clone(), layer, pool,
+                                                   batch, None, 0)
         return torch.cat((out, total), dim=1)
 
     whole = run(0, length)
@@ -172,14 +172,14 @@ class _Maker:
     def chunk(self, first: int, last: int, table: Tensor, kv_dtype: str) -> AttentionBatch:
         """Return the batch of one sequence's rows from `first` to `last`."""
         count = last - first
-        made = AttentionBatch(
+        batch = AttentionBatch(
             query_start=torch.tensor([0, count], dtype=torch.int32, device=self.device),
             seq_lens=torch.tensor([last], dtype=torch.int32, device=self.device), block_table=table.to(self.device),
             positions=torch.arange(first, last, device=self.device),
             rows=torch.zeros(count, dtype=torch.int32, device=self.device), block_size=BLOCK,
             kv_dtype=kv_dtype)
         if self.device.type == "cpu":
-            return made
+            return batch
         from spillover.kernels.triton.attention.attention import make_work
 
-        return replace(made, work=make_work(made, SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim, None))
+        return replace(batch, work=make_work(batch, SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim, None))

@@ -80,14 +80,14 @@ class CpuKernels:
 
     def attend(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch, window: int | None,
                layer: int) -> Tensor:
-        q = self._stored(x, w, kv_layer, batch)
+        q = self._project_and_store(x, w, kv_layer, batch)
         out = attention(q, kv_layer, batch, self.shape.scale, window, w.get("sinks"), layer)
         return linear(out.view(len(x), -1), w["o"], w.get("o_bias"))
 
     def store(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> None:
-        self._stored(x, w, kv_layer, batch)
+        self._project_and_store(x, w, kv_layer, batch)
 
-    def _stored(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> Tensor:
+    def _project_and_store(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> Tensor:
         """Store the keys and values of x [T, any width]; return its queries [T, heads, head_dim]."""
         rows, shape = x.shape[0], self.shape
         product = linear(x, w["qkv"], w.get("qkv_bias")).view(rows, -1, shape.head_dim)

@@ -72,7 +72,7 @@ def int_scales(weight: Tensor, bits: int, group: int, dtype: torch.dtype, import
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputStats:
     """Statistics of the inputs x [K] of a weight, from the sum of x xT over the inputs of a calibration."""
 
     order: Tensor  # [K]: indices of the columns, those with the largest inputs first
@@ -80,7 +80,7 @@ class Inputs:
     factor: Tensor  # [K, K]: upper triangular U, where UT U is the inverse of the damped sum in `order`
 
     @staticmethod
-    def of(total: Tensor) -> Inputs:
+    def of(total: Tensor) -> InputStats:
         damped = total.to(torch.float64, copy=True)
         mean = damped.diagonal().mean().item()
         damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
@@ -88,20 +88,20 @@ class Inputs:
         order = importance.argsort(descending=True, stable=True)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped[order][:, order]))
         factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-        return Inputs(order, importance.float(), factor.float())
+        return InputStats(order, importance.float(), factor.float())
 
 
-def compensate(weight: Tensor, inputs: Inputs, bits: int, group: int, dtype: torch.dtype) -> Quantized:
+def gptq_round(weight: Tensor, stats: InputStats, bits: int, group: int, dtype: torch.dtype) -> Quantized:
     """Round weight [N, K] column by column, those with the largest inputs first, and after each change the remaining
     columns to make up for its error: GPTQ in activation order, with scales for groups of adjacent columns."""
     weight = weight.float()
-    scales = int_scales(weight, bits, group, dtype, inputs.importance)
-    wide = scales.float().repeat_interleave(group, 1)[:, inputs.order]
-    rest, factor, columns = weight[:, inputs.order], inputs.factor, weight.shape[1]
-    codes = torch.empty_like(rest)
+    scales = int_scales(weight, bits, group, dtype, stats.importance)
+    wide = scales.float().repeat_interleave(group, 1)[:, stats.order]
+    remaining, factor, columns = weight[:, stats.order], stats.factor, weight.shape[1]
+    codes = torch.empty_like(remaining)
     for start in range(0, columns, BLOCK):
         end = min(columns, start + BLOCK)
-        block, inverse = rest[:, start:end], factor[start:end, start:end]
+        block, inverse = remaining[:, start:end], factor[start:end, start:end]
         errors = torch.empty_like(block)
         for column in range(end - start):
             value, scale = block[:, column], wide[:, start + column]
@@ -109,9 +109,9 @@ def compensate(weight: Tensor, inputs: Inputs, bits: int, group: int, dtype: tor
             codes[:, start + column] = code
             errors[:, column] = (value - code * scale) / inverse[column, column]
             block[:, column:] -= errors[:, column, None] * inverse[column, column:]
-        rest[:, end:] -= errors @ factor[start:end, end:]
+        remaining[:, end:] -= errors @ factor[start:end, end:]
     ordered = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    ordered[:, inputs.order] = codes.to(torch.int8)
+    ordered[:, stats.order] = codes.to(torch.int8)
     return Quantized(ordered, scales)
 
 

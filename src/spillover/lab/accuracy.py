@@ -52,6 +52,6 @@ def evaluate(spec: EvalSpec, url: str, reference: str, folder: Path) -> dict[str
     done = subprocess.run([*spill(sys.executable), *spec.command(url, reference, folder)], capture_output=True,
                           text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise SpilloverError(f"spill eval failed: {said[-1] if said else f'exit status {done.returncode}'}")
+        message = done.stderr.strip().splitlines()
+        raise SpilloverError(f"spill eval failed: {message[-1] if message else f'exit status {done.returncode}'}")
     return {f"{row['task']} {row['metric']}": row["value"] for row in json.loads(done.stdout)["scores"]}

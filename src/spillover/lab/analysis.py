@@ -60,15 +60,15 @@ class Stop:
         blocks, left = f"{self.blocks} block{'s' * (self.blocks != 1)}", len(self.undecided)
         open_ = f"{left} comparison{'s' * (left != 1)} undecided"
         if self.reason == "max-blocks":
-            return f"Stopped at its limit of {blocks} with {open_}; a larger --max-blocks goes on from here."
+            return f"Stopped at its limit of {blocks} with {open_}; a larger --max-blocks continues from here."
         if self.reason == "time-limit":
-            return (f"Stopped at the time limit after {blocks} with {open_}; the same command goes on from here for "
-                    "as long again.")
+            return (f"Stopped at the time limit after {blocks} with {open_}; the same command continues from here for "
+                    "the same time.")
         if self.reason == "answered":
             return (f"Stopped after {blocks}: the given question is decided; of the comparisons by the "
                     f"primary metric {left} {'is' if left == 1 else 'are'} not.")
         if self.reason is None:
-            return f"Not finished: {blocks} done. The same command goes on from here."
+            return f"Not finished: {blocks} done. The same command continues from here."
         if not self.blocks:
             return "Nothing was run: no arm can be run on this machine."
         if not self.verdicts:
@@ -102,7 +102,7 @@ class _Cell:
 
     workload: Mapping[str, Any]
     arm: str
-    told: Mapping[str, Any] | None  # contents of the arm's file
+    record: Mapping[str, Any] | None  # contents of the arm's file
     visits: tuple[Mapping[str, Any], ...]
     planned: int
     window: str
@@ -121,7 +121,7 @@ class _Cell:
     @property
     def status(self) -> str:
         statuses = {visit["status"] for visit in self.visits}
-        if (self.told or {}).get("status") == "skipped" or statuses == {"skipped"}:
+        if (self.record or {}).get("status") == "skipped" or statuses == {"skipped"}:
             return "skipped"
         if "failed" in statuses:
             return "failed"
@@ -130,8 +130,8 @@ class _Cell:
     @property
     def reason(self) -> str | None:
         """Return the reason of a skip or a failure."""
-        if self.status == "skipped" and self.told is not None and self.told.get("reason"):
-            return str(self.told["reason"])
+        if self.status == "skipped" and self.record is not None and self.record.get("reason"):
+            return str(self.record["reason"])
         reasons = [visit["reason"] for visit in self.visits if visit["status"] != "ok" and visit.get("reason")]
         return reasons[0] if reasons else None
 
@@ -186,8 +186,8 @@ def _judged(results: Results, cell: _Cell, base: _Cell, gates: Gates,
             found.setdefault((fault.gate, fault.metric), (fault, []))[1].append(visit["key"])
     for key, (fault, runs) in list(found.items()):
         if fault.fatal and fault.transient and len(runs) <= rare * len(cell.good):
-            told = f"{fault.reason} ({len(runs)} of {len(cell.good)} runs, whose blocks are left out)"
-            found[key] = replace(fault, reason=told, fatal=False), runs
+            reason = f"{fault.reason} ({len(runs)} of {len(cell.good)} runs, whose blocks are left out)"
+            found[key] = replace(fault, reason=reason, fatal=False), runs
     blocks = _blocks(results, cell, base)
     pairs = [pair for block in blocks for pair in block]
     if pairs:
@@ -207,8 +207,8 @@ def _judged(results: Results, cell: _Cell, base: _Cell, gates: Gates,
 def _comparison(results: Results, cell: _Cell, base: _Cell,
                 judged: Mapping[tuple[str, str], Sequence[tuple[Fault, list[str]]]], metric: str) -> Comparison:
     pairs = [pair for block in _blocks(results, cell, base) for pair in block]
-    no_verdict_reason = next((why for side in (cell, base)
-                   if (why := _barred(side, judged[side.workload["name"], side.arm], metric)) is not None), None)
+    reasons = (_no_verdict_reason(side, judged[side.workload["name"], side.arm], metric) for side in (cell, base))
+    no_verdict_reason = next((reason for reason in reasons if reason is not None), None)
     return Comparison(
         workload=cell.workload["name"], arm=cell.arm, baseline=base.arm, metric=metric,
         primary=metric == results.experiment["primary"], values=tuple(cell.value(mine, metric) for mine, _ in pairs),
@@ -216,7 +216,7 @@ def _comparison(results: Results, cell: _Cell, base: _Cell,
         no_verdict_reason=no_verdict_reason)
 
 
-def _barred(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]], metric: str) -> str | None:
+def _no_verdict_reason(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]], metric: str) -> str | None:
     """Return why there can be no verdict; a crash or a skip comes first, as it explains the rest."""
     if cell.status in ("failed", "skipped"):
         return f"{cell.arm} was skipped: {cell.reason}" if cell.status == "skipped" else f"{cell.arm}: {cell.reason}"
@@ -245,8 +245,8 @@ def disturbed(visit: Mapping[str, Any]) -> bool:
 def _cell_json(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]]) -> dict[str, Any]:
     good = cell.good
     faults = [{**fault.to_json(), "visits": keys} for fault, keys in judged]
-    told = [visit["sources"] for visit in good if visit.get("sources")]
-    sources = {name: sum(each.get(name, 0) for each in told) for name in {key for each in told for key in each}}
+    counts = [visit["sources"] for visit in good if visit.get("sources")]
+    sources = {name: sum(each.get(name, 0) for each in counts) for name in {key for each in counts for key in each}}
     split = {name: _mean([visit["metrics"].get(f"{name}_ms") for visit in good]) for name in PHASES}
     limits = [visit["limit"] for visit in good if (visit.get("limit") or {}).get("percent") is not None]
     middle = sorted(limits, key=lambda each: float(each["percent"]))[len(limits) // 2] if limits else None

@@ -105,7 +105,7 @@ def compare(before: Result, after: Result, rule: Rule) -> list[Change]:
             raise SpilloverError(f"{before.path} and {after.path} are not of the same experiment: {differs}")
     if before.machine and after.machine and before.machine != after.machine:
         raise SpilloverError(f"{before.path} was measured on {before.machine} and {after.path} on {after.machine}: "
-                             "what differs between them is not the commit alone")
+                             "they differ in more than the commit")
     names = [name for name in before.samples if name in after.samples]
     if not names:
         raise SpilloverError(f"{before.path} and {after.path} have no repeats of the same measurement; a comparison "
@@ -124,9 +124,9 @@ def as_file(results: Results) -> dict[str, Any]:
 def _change(name: str, before: Sample, after: Sample, rule: Rule, family: int) -> Change:
     why = before.no_verdict_reason or after.no_verdict_reason
     if why is None and not all(0 < value < math.inf for value in (*before.values, *after.values)):
-        why = "a value is 0 or missing, which no ratio describes"
+        why = "a value is 0 or missing, so there is no ratio"
     if why is None and min(len(before.values), len(after.values)) < 2:
-        why = "one value says nothing about chance"
+        why = "one value does not show how much values vary"
     if why is not None:
         return Change(name, before, after, NO_VERDICT, why)
     middle, reach = _welch([math.log(value) for value in before.values], [math.log(value) for value in after.values],

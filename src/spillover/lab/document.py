@@ -87,7 +87,7 @@ def _strict_loader() -> Any:
                     raise yaml.constructor.ConstructorError(None, None, f"{key!r} cannot be a name",
                                                             key_node.start_mark)
                 if key in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"'{key}' comes twice", key_node.start_mark)
+                    raise yaml.constructor.ConstructorError(None, None, f"'{key}' is given twice", key_node.start_mark)
                 seen.add(key)
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             return mapping

@@ -301,9 +301,9 @@ def _points(where: str, name: str, value: Any, offload: bool) -> list[WorkloadSp
     if not isinstance(value, Mapping):
         raise SpilloverError(f"{where} must hold options of spill bench serve, such as {{dataset-name: random}}")
     options = {_hyphens(key): item for key, item in value.items()}
-    about, told = str(options.pop("about", "")), options.pop("offload", None)
+    about, offload_field = str(options.pop("about", "")), options.pop("offload", None)
     try:
-        offload = offload if told is None else truth("offload", told)
+        offload = offload if offload_field is None else truth("offload", offload_field)
     except SpilloverError as error:
         raise SpilloverError(f"{where}: {error}") from error
     axes = {_hyphens(key): list(points) if isinstance(points, list) else [points]
@@ -373,13 +373,13 @@ def _text(where: str, given: Mapping[str, Any], key: str) -> str | None:
 def _section(where: str, document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = document.get(key)
     if not isinstance(value, Mapping) or not value:
-        raise SpilloverError(f"{where} needs '{key}': names and what each is; see docs/lab.md")
+        raise SpilloverError(f"{where} needs '{key}', an object with a name and a definition for each; see docs/lab.md")
     return value
 
 
 def _string(where: str, document: Mapping[str, Any], key: str) -> str:
     if not isinstance(document.get(key), str):
-        raise SpilloverError(f"{where} needs '{key}', a word")
+        raise SpilloverError(f"{where} needs '{key}', a string")
     return str(document[key])
 
 

@@ -26,8 +26,8 @@ def workload_stats(experiment: Experiment) -> dict[str, WorkloadStats]:
 def foreseen(experiment: Experiment, stats: Mapping[str, WorkloadStats]) -> list[str]:
     """Return why there will be no verdict, one sentence each; empty if no problem is foreseen."""
     return [*_limits(experiment), *_warmups(experiment),
-            *(told for workload in experiment.workloads for told in _workload(experiment, workload,
-                                                                              stats[workload.name]))]
+            *(fault for workload in experiment.workloads for fault in _workload(experiment, workload,
+                                                                                stats[workload.name]))]
 
 
 def sending_seconds(workload: WorkloadSpec, stats: WorkloadStats) -> float | None:
@@ -48,7 +48,7 @@ def _limits(experiment: Experiment) -> Iterator[str]:
 
 def _warmups(experiment: Experiment) -> Iterator[str]:
     if not experiment.warmups and experiment.gates.limit("cold-start") is not None:
-        yield "warmups is 0, and the gate cold-start refuses runs of a server that has answered nothing before"
+        yield "warmups is 0, and the gate cold-start rejects runs on a server that has not answered any request"
 
 
 def _workload(experiment: Experiment, workload: WorkloadSpec, stats: WorkloadStats) -> Iterator[str]:

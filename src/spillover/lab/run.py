@@ -39,7 +39,7 @@ ATTEMPT_PROMPTS = 1_000_000  # added to a visit's repeat per attempt, for prompt
 SETTLE_SECONDS = 0.2  # seconds between a reset and a run, in which threads that are still spinning stop
 
 # Whether a question of the caller about an experiment is decided by the results so far.
-Answered = Callable[[Results], bool]
+StopRule = Callable[[Results], bool]
 
 # Runs monitors during one visit and writes to the given file; tests pass their own.
 Watch = Callable[[Engine, Path], AbstractContextManager[None]]
@@ -64,7 +64,7 @@ class Watcher:
         """Return a progress callback for the next run; None for none."""
         return None
 
-    def visit_ends(self, visit: Visit, told: Mapping[str, Any]) -> None: ...
+    def visit_ends(self, visit: Visit, record: Mapping[str, Any]) -> None: ...
 
     def block_ends(self, found: Stop, seconds: float) -> None:
         """Called after a block. `found`: what is decided so far; `seconds`: the duration of the block."""
@@ -84,7 +84,7 @@ class Bench:
 
 
 def run_experiment(experiment: Experiment, path: Path, bench: Bench | None = None, watcher: Watcher | None = None,
-                   session: Mapping[str, Any] | None = None, answered: Answered | None = None,
+                   session: Mapping[str, Any] | None = None, stop_rule: StopRule | None = None,
                    deadline: float = math.inf) -> Results:
     """Run an experiment until it is decided or at a limit. The same call resumes, with a new time limit. If `answered`
     is given, it decides when to stop instead of the experiment's own verdicts. After `deadline`, a time of the
@@ -96,7 +96,7 @@ def run_experiment(experiment: Experiment, path: Path, bench: Bench | None = Non
     folder = ResultFolder.open(path, experiment)
     folder.begin(session or {})
     try:
-        folder.end(_Runner(experiment, folder, bench, watcher or Watcher(), answered, deadline).run())
+        folder.end(_Runner(experiment, folder, bench, watcher or Watcher(), stop_rule, deadline).run())
     finally:
         results = Results.open(path)
         folder.write_analysis(analyse(results))
@@ -104,33 +104,33 @@ def run_experiment(experiment: Experiment, path: Path, bench: Bench | None = Non
 
 
 @dataclass(frozen=True)
-class _Visited:
+class _VisitResult:
     """A visit with its measurements."""
 
     visit: Visit
     measured: Measured
     repeat: int
     warmups: int
-    forgot: CacheReset
+    cache_reset: CacheReset
     pool: int | None  # tokens of KV that the device holds; None if unknown
     monitors: Path  # where monitors write, if any
     faults: tuple[Fault, ...] = ()
     disturbed: tuple[Fault, ...] = ()  # faults of earlier attempts
 
 
-class _LateError(Exception):
+class _DeadlineError(Exception):
     """Raised after the deadline: saved results stay, and nothing more is started."""
 
 
 class _Runner:
     def __init__(self, experiment: Experiment, folder: ResultFolder, bench: Bench, watcher: Watcher,
-                 answered: Answered | None, deadline: float) -> None:
+                 stop_rule: StopRule | None, deadline: float) -> None:
         self._experiment, self._folder, self._bench, self._watcher = experiment, folder, bench, watcher
-        self._answered, self._deadline = answered, deadline
+        self._stop_rule, self._deadline = stop_rule, deadline
         self._planned = visits(experiment)
         self._failures: dict[tuple[str, str], int] = {}  # consecutive failures by arm and workload
         self._open: dict[str, Engine] = {}
-        self._dead: dict[str, EngineFailed] = {}  # arms that could not be started before the first run
+        self._start_failures: dict[str, EngineFailed] = {}  # arms that could not be started before the first run
 
     def run(self) -> str | None:
         """Run the experiment; return why it stopped, None if every block was run."""
@@ -156,8 +156,8 @@ class _Runner:
                     since = time.monotonic()
                     self._watcher.block_begins(block, len(left))
                     for turn in turns(left):
-                        self._take(turn)
-                except _LateError:
+                        self._run_turn(turn)
+                except _DeadlineError:
                     return "time-limit"
                 seconds = time.monotonic() - since
                 longest = max(longest, seconds)
@@ -170,9 +170,9 @@ class _Runner:
         number of blocks on."""
         results = Results.open(self._folder.path)
         found = stop(results)
-        if self._answered is None or not found.blocks:
+        if self._stop_rule is None or not found.blocks:
             return found
-        if found.blocks >= self._experiment.minimum_blocks and self._answered(results):
+        if found.blocks >= self._experiment.minimum_blocks and self._stop_rule(results):
             return replace(found, reason="answered")
         return replace(found, reason=None)
 
@@ -187,7 +187,7 @@ class _Runner:
                 if arm.name == self._experiment.baseline or arm.spec.kind == "url":
                     role = "baseline" if arm.name == self._experiment.baseline else "arm"
                     raise SpilloverError(f"{role} '{arm.name}' cannot be measured: {_why(failure)}") from failure
-                self._dead[arm.name] = failure
+                self._start_failures[arm.name] = failure
                 self._not_started(arm.name, failure)
                 self._watcher.arm_failed(arm, _why(failure))
                 continue
@@ -201,7 +201,7 @@ class _Runner:
             return
         reference = ""
         for arm in sorted(self._experiment.arms, key=lambda arm: arm.name != self._experiment.baseline):
-            if arm.name in skipped or arm.name in self._dead:
+            if arm.name in skipped or arm.name in self._start_failures:
                 continue
             if folder.evaluated(arm.name) is not None:
                 reference = reference or folder.evaluated(arm.name)["reference"]
@@ -231,14 +231,14 @@ class _Runner:
                 self._watcher.arm_skipped(arm, str(missing))
         return skipped
 
-    def _take(self, turn: Turn) -> None:
-        left = [visit for visit in turn.visits if not self._given_up(visit)]
+    def _run_turn(self, turn: Turn) -> None:
+        left = [visit for visit in turn.visits if not self._gave_up(visit)]
         while left:
             begun = time.time()
-            self._in_time()
+            self._check_deadline()
             try:
-                if turn.arm in self._dead:
-                    raise self._dead[turn.arm]
+                if turn.arm in self._start_failures:
+                    raise self._start_failures[turn.arm]
                 engine = self._engine(turn.arm, turn.log_name)
             except EngineFailed as failure:
                 self._not_started(turn.arm, failure)
@@ -252,32 +252,32 @@ class _Runner:
     def _visit(self, visit: Visit, engine: Engine) -> None:
         begun = time.time()
         self._watcher.visit_begins(visit)
-        visited = None
+        result = None
         try:
-            visited = self._measure(visit, engine)
+            result = self._measure(visit, engine)
             engine.check()
-            told = self._told(engine, visited)
+            record = self._visit_record(engine, result)
         except SpilloverError as error:
             self._close(visit.arm)  # the next visit gets a new server
             if visit.index == 0 and not isinstance(error, EngineFailed):
                 raise  # nothing is measured yet: the user can still correct the experiment
             # A feature that a server lacks, or a workload that it cannot run, fails its own arm only.
             failure = error if isinstance(error, EngineFailed) else EngineFailed("refused", str(error))
-            self._fail(visit, failure, begun, visited)
+            self._fail(visit, failure, begun, result)
             return
         self._failures[visit.arm, visit.workload] = 0
-        self._end(visit, {**told, "started": begun, "seconds": time.time() - begun}, visited)
+        self._end(visit, {**record, "started": begun, "seconds": time.time() - begun}, result)
 
-    def _given_up(self, visit: Visit) -> bool:
+    def _gave_up(self, visit: Visit) -> bool:
         if self._failures.get((visit.arm, visit.workload), 0) < GIVE_UP:
             return False
         self._end(visit, {"status": "failed", "reason": f"left out: it had failed {GIVE_UP} times in a row",
                           "metrics": {}, "faults": []})
         return True
 
-    def _in_time(self) -> None:
+    def _check_deadline(self) -> None:
         if time.monotonic() >= self._deadline:
-            raise _LateError
+            raise _DeadlineError
 
     def _not_started(self, arm: str, failure: EngineFailed) -> None:
         self._folder.write_arm(arm, {"status": "failed", "reason": _why(failure), "install": None,
@@ -292,7 +292,7 @@ class _Runner:
                 return self._open[name]
             except EngineFailed:
                 self._close(name)
-        self._in_time()
+        self._check_deadline()
         arm = self._experiment.arm(name)
         engine = self._bench.make(arm.spec, self._folder.log_folder(log_name))
         self._watcher.starting(arm)
@@ -304,19 +304,19 @@ class _Runner:
             "device_pool_tokens": engine.device_pool_tokens(), "start_seconds": running.start_seconds})
         return engine
 
-    def _measure(self, visit: Visit, engine: Engine) -> _Visited:
+    def _measure(self, visit: Visit, engine: Engine) -> _VisitResult:
         """Measure a visit, repeating it while other load on the machine disturbs it, and record the faults of that."""
-        visited = self._once(visit, engine, 0)
+        result = self._measure_once(visit, engine, 0)
         disturbed: tuple[Fault, ...] = ()
         for attempt in range(1, 1 + self._experiment.retries):
-            again = tuple(fault for fault in visited.faults if fault.fatal and fault.transient)
-            if not again or not _lives(engine):
+            again = tuple(fault for fault in result.faults if fault.fatal and fault.transient)
+            if not again or not _is_alive(engine):
                 break
             disturbed += again
-            visited = self._once(visit, engine, attempt)
-        return replace(visited, disturbed=disturbed)
+            result = self._measure_once(visit, engine, attempt)
+        return replace(result, disturbed=disturbed)
 
-    def _once(self, visit: Visit, engine: Engine, attempt: int) -> _Visited:
+    def _measure_once(self, visit: Visit, engine: Engine, attempt: int) -> _VisitResult:
         # Each attempt has prompts that no earlier run had.
         repeat = visit.repeat + attempt * ATTEMPT_PROMPTS
         workload = self._experiment.workload(visit.workload, visit.arm)
@@ -324,7 +324,7 @@ class _Runner:
         if warmups:
             warmups = self._bench.load.warm_up(workload, engine.running, warmups)
             engine.check()
-        forgot = engine.reset_cache()
+        cache_reset = engine.reset_cache()
         time.sleep(self._bench.settle_seconds)
         before = engine.counters()
         monitors = self._folder.monitor_file(visit)
@@ -336,39 +336,40 @@ class _Runner:
         pool = engine.device_pool_tokens()
         faults = judge(Sample(measured.run, warmups, self._experiment.metrics, measured.sharing, measured.working_set,
                               pool, workload.offload), self._experiment.gates)
-        return _Visited(visit, measured, repeat, warmups, forgot, pool, monitors, (*faults, *_not_forgotten(forgot)))
+        return _VisitResult(visit, measured, repeat, warmups, cache_reset, pool, monitors,
+                            (*faults, *_cache_reset_faults(cache_reset)))
 
-    def _told(self, engine: Engine, visited: _Visited) -> dict[str, Any]:
-        running, measured = engine.running, visited.measured
-        limits = self._bench.limits_of(self._experiment.arm(visited.visit.arm).spec)
+    def _visit_record(self, engine: Engine, result: _VisitResult) -> dict[str, Any]:
+        running, measured = engine.running, result.measured
+        limits = self._bench.limits_of(self._experiment.arm(result.visit.arm).spec)
         return {
             "status": "ok", "reason": None, "log_tail": None, "server_start_seconds": running.start_seconds,
-            "metrics": {**measured.metrics, **_told_by_server(measured)},
+            "metrics": {**measured.metrics, **_server_metrics(measured)},
             "window_metrics": dict(measured.window_metrics),
             "sources": _sources(measured), "counters": dict(measured.run.counters),
-            "faults": [fault.to_json() for fault in visited.faults],
-            "client": measured.run.client.to_json(), "workload_stats": dict(measured.stats), "repeat": visited.repeat,
+            "faults": [fault.to_json() for fault in result.faults],
+            "client": measured.run.client.to_json(), "workload_stats": dict(measured.stats), "repeat": result.repeat,
             "limit": reached(measured.run, limits).to_json(),
-            "spoilt": [fault.to_json() for fault in visited.disturbed],
-            "version": running.version, "command": list(running.command), "warmups": visited.warmups,
-            "cache_reset": visited.forgot.how, "device_pool_tokens": visited.pool,
+            "spoilt": [fault.to_json() for fault in result.disturbed],
+            "version": running.version, "command": list(running.command), "warmups": result.warmups,
+            "cache_reset": result.cache_reset.how, "device_pool_tokens": result.pool,
             "start_unix": measured.run.start_unix, "duration": measured.run.duration,
             "details": dict(measured.run.details),
-            "monitors": f"monitors/{visited.monitors.name}" if visited.monitors.exists() else None,
+            "monitors": f"monitors/{result.monitors.name}" if result.monitors.exists() else None,
             "log": None if running.log_path is None else _inside(running.log_path, self._folder.path),
         }
 
-    def _fail(self, visit: Visit, failure: EngineFailed, begun: float, visited: _Visited | None = None) -> None:
-        """Record that a run failed. `visited`: the measurements so far, which are kept as they are."""
+    def _fail(self, visit: Visit, failure: EngineFailed, begun: float, result: _VisitResult | None = None) -> None:
+        """Record that a run failed. `result`: the measurements so far, which are kept as they are."""
         key = visit.arm, visit.workload
         self._failures[key] = self._failures.get(key, 0) + 1
         self._end(visit, {"status": "failed", "reason": _why(failure), "cause": failure.cause,
                           "log_tail": failure.log_tail, "started": begun, "seconds": time.time() - begun,
-                          "metrics": {}, "faults": []}, visited)
+                          "metrics": {}, "faults": []}, result)
 
-    def _end(self, visit: Visit, told: Mapping[str, Any], visited: _Visited | None = None) -> None:
-        self._folder.write_visit(visit, told, None if visited is None else visited.measured.run)
-        self._watcher.visit_ends(visit, told)
+    def _end(self, visit: Visit, record: Mapping[str, Any], result: _VisitResult | None = None) -> None:
+        self._folder.write_visit(visit, record, None if result is None else result.measured.run)
+        self._watcher.visit_ends(visit, record)
 
     def _close(self, arm: str) -> None:
         self._open.pop(arm).stop()
@@ -379,7 +380,7 @@ class _Runner:
                 stack.callback(self._close, arm)
 
 
-def _lives(engine: Engine) -> bool:
+def _is_alive(engine: Engine) -> bool:
     try:
         engine.check()
     except EngineFailed:
@@ -395,33 +396,33 @@ def _since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
     return {name: value - before[name] for name, value in after.items() if name in before}
 
 
-def _not_forgotten(forgot: CacheReset) -> Iterator[Fault]:
+def _cache_reset_faults(cache_reset: CacheReset) -> Iterator[Fault]:
     """Yield a fault if the cache could not be emptied; the gate on hits finds whether that mattered."""
-    if not forgot.done:
-        yield Fault("contamination", f"the prefix cache was not emptied before the run ({forgot.how}); every run has "
-                                     "prompts of its own", fatal=False)
+    if not cache_reset.done:
+        yield Fault("contamination", f"the prefix cache was not emptied before the run ({cache_reset.how}); every run "
+                                     "has prompts of its own", fatal=False)
 
 
-def _told_by_server(measured: Measured) -> dict[str, float]:
+def _server_metrics(measured: Measured) -> dict[str, float]:
     """Return the server's metrics: mean phases of requests, the share of prompt tokens found in a cache, speculation
     and ranks."""
-    told: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     timings = [record.timings for record in measured.run.completed if record.timings]
     for name in PHASES:
         values = [each[name] for each in timings if name in each]
         if values:
-            told[f"{name}_ms"] = 1e3 * sum(values) / len(values)
+            metrics[f"{name}_ms"] = 1e3 * sum(values) / len(values)
     hits, prompt = cache_hits(measured.run)
     if hits is not None and prompt > 0:
-        told["hit_rate"] = hits / prompt
+        metrics["hit_rate"] = hits / prompt
     run = measured.run
-    return told | speculation_metrics(run.counters) | rank_metrics(run.counters, run.duration)
+    return metrics | speculation_metrics(run.counters) | rank_metrics(run.counters, run.duration)
 
 
 def _sources(measured: Measured) -> dict[str, int] | None:
-    told = [record.sources for record in measured.run.completed if record.sources]
-    names = dict.fromkeys(name for each in told for name in each)
-    return {name: sum(each.get(name, 0) for each in told) for name in names} or None
+    sources = [record.sources for record in measured.run.completed if record.sources]
+    names = dict.fromkeys(name for each in sources for name in each)
+    return {name: sum(each.get(name, 0) for each in sources) for name in names} or None
 
 
 def _inside(path: Path, folder: Path) -> str:

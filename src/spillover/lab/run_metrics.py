@@ -38,5 +38,5 @@ def metric_names(slo: Mapping[str, float] | None = None) -> tuple[str, ...]:
     from spillover.bench.records import ClientHealth
 
     empty = run_metrics(Run((), 0.0, 1.0, ClientHealth(), (0.0, 1.0)), slo)
-    told = ("hit_rate", "queue_ms", "restore_ms", "prefill_ms", "decode_ms")
-    return (*(name for name in empty if slo or name not in ("request_goodput", "slo_attainment")), *told)
+    server_metrics = ("hit_rate", "queue_ms", "restore_ms", "prefill_ms", "decode_ms")
+    return (*(name for name in empty if slo or name not in ("request_goodput", "slo_attainment")), *server_metrics)

@@ -50,19 +50,19 @@ class ResultFolder:
         """Return a new folder, or one in which the same experiment has begun."""
         folder = cls(path, experiment)
         described = path / "experiment.json"
-        asked = json.loads(json.dumps(_plain(experiment.to_json())))
+        requested = json.loads(json.dumps(_plain(experiment.to_json())))
         begun = any((path / "visits").glob("*.json"))
         if described.exists() and begun:
-            differs = difference(read_json(described), asked)
+            differs = difference(read_json(described), requested)
             if differs is not None:
                 raise SpilloverError(
                     f"{path} holds results of another '{experiment.name}': {differs}. What decides a verdict is fixed "
                     "before the first run; give another folder with --out, or --fresh for a new one beside it")
-            write_json(described, {**read_json(described), **{key: asked[key] for key in LIMITS}})
+            write_json(described, {**read_json(described), **{key: requested[key] for key in LIMITS}})
         elif path.exists() and any(path.iterdir()) and not described.exists():
             raise SpilloverError(f"{path} is not empty and holds no experiment; give another folder with --out")
         else:
-            write_json(described, asked)
+            write_json(described, requested)
         return folder
 
     def begin(self, session: Mapping[str, Any]) -> None:
@@ -87,16 +87,16 @@ class ResultFolder:
         found: dict[str, Any] = read_json(self.path / "visits" / f"{visit.key}.json")
         return found
 
-    def write_arm(self, name: str, told: Mapping[str, Any]) -> None:
-        write_json(self.path / "arms" / f"{file_part(name)}.json", {"name": name, **told})
+    def write_arm(self, name: str, record: Mapping[str, Any]) -> None:
+        write_json(self.path / "arms" / f"{file_part(name)}.json", {"name": name, **record})
 
     def evaluated(self, name: str) -> Any:
         """Return an arm's accuracy; None if it has not been evaluated."""
         path = self.path / "evals" / f"{file_part(name)}.json"
         return read_json(path) if path.exists() else None
 
-    def write_eval(self, name: str, told: Mapping[str, Any]) -> None:
-        write_json(self.path / "evals" / f"{file_part(name)}.json", {"name": name, **told})
+    def write_eval(self, name: str, record: Mapping[str, Any]) -> None:
+        write_json(self.path / "evals" / f"{file_part(name)}.json", {"name": name, **record})
 
     def unskip(self, name: str) -> None:
         """Remove a skip: the missing engine is available now."""
@@ -104,7 +104,7 @@ class ResultFolder:
         if path.exists() and read_json(path).get("status") == "skipped":
             path.unlink()
 
-    def write_visit(self, visit: Visit, told: Mapping[str, Any], run: Run | None = None) -> None:
+    def write_visit(self, visit: Visit, record: Mapping[str, Any], run: Run | None = None) -> None:
         raw = None
         if run is not None:
             raw = f"runs/{visit.key}.json.gz"
@@ -112,7 +112,7 @@ class ResultFolder:
             write_bytes(self.path / raw, gzip.compress(msgspec.json.encode(run.to_json()), compresslevel=6, mtime=0))
         write_json(self.path / "visits" / f"{visit.key}.json", {
             "key": visit.key, "index": visit.index, "pass": visit.pass_, "block": visit.block,
-            "workload": visit.workload, "arm": visit.arm, **told, "run": raw})
+            "workload": visit.workload, "arm": visit.arm, **record, "run": raw})
 
     def write_analysis(self, analysis: Mapping[str, Any]) -> None:
         write_json(self.path / "analysis.json", analysis)
@@ -182,15 +182,15 @@ def write_json(path: Path, value: Any) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file atomically, even if the machine crashes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:
@@ -208,11 +208,11 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def difference(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:
+def difference(stored: Mapping[str, Any], requested: Mapping[str, Any]) -> str | None:
     """Describe the first difference of two experiments; None if they are the same but for descriptions."""
-    for key in {**asked, **there}:
-        if key not in INCIDENTAL and _without_about(there.get(key)) != _without_about(asked.get(key)):
-            old, new = (json.dumps(side.get(key)) for side in (there, asked))
+    for key in {**requested, **stored}:
+        if key not in INCIDENTAL and _without_about(stored.get(key)) != _without_about(requested.get(key)):
+            old, new = (json.dumps(side.get(key)) for side in (stored, requested))
             return f"its '{key}' was {_short(old)} and is now {_short(new)}"
     return None
 

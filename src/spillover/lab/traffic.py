@@ -66,7 +66,7 @@ class ServedLoad:
     def check(self, workload: WorkloadSpec) -> None:
         try:
             if WorkloadOptions.from_mapping(workload_part(workload.options)).tokenizer is not None:
-                raise SpilloverError("tokenizer is not for experiments: prompts are made with the first server's own")
+                raise SpilloverError("an experiment takes no tokenizer: prompts are made with that of the first server")
             self._options(workload, "http://127.0.0.1:1", None, seed=0)
         except SpilloverError as error:
             raise SpilloverError(f"workload '{workload.group or workload.name}': {error}") from error
@@ -111,7 +111,7 @@ class ServedLoad:
         chat = _backend(spec.options) == "chat"
         served = None
         if spec.name not in self._made or chat:
-            served = ServedModel.ask(running.url, running.model_name or None)
+            served = ServedModel.connect(running.url, running.model_name or None)
         if spec.name not in self._made:
             self._made[spec.name] = make_workload(WorkloadOptions.from_mapping(workload_part(spec.options)), served)
         made = self._made[spec.name]
@@ -181,7 +181,7 @@ def _extra_body(options: Mapping[str, Any]) -> Mapping[str, Any]:
 def _count(options: Mapping[str, Any], name: str) -> int | None:
     value = options.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise SpilloverError(f"{name} is a whole number from 1 on; got '{value}'")
+        raise SpilloverError(f"{name} must be a whole number of at least 1; got '{value}'")
     return value
 
 

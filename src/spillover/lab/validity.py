@@ -130,8 +130,8 @@ def errors(sample: Sample, limit: float) -> Fault | None:
 def cold_start(sample: Sample, limit: float) -> Fault | None:
     """Compare the first request with similar ones (the same turn): its delay must also be large for its work."""
     if sample.warmups < 1:
-        return Fault("cold-start", "the server had answered no request before: its first ones pay for what later ones "
-                                   "find ready; set warmups", 0)
+        return Fault("cold-start", "the server had not answered any request before, so that its first ones include "
+                                   "start-up costs; set warmups", 0)
     done = sorted((record for record in sample.completed if record.chunks), key=lambda record: record.sent)
     if len(done) < 4:
         return None
@@ -144,7 +144,7 @@ def cold_start(sample: Sample, limit: float) -> Fault | None:
     if wait - usual < COLD_SECONDS or wait <= limit * usual or per_token <= limit * usual_per_token:
         return None
     return Fault("cold-start", f"the first request waited {1e3 * wait:.0f} ms for its first token, others like it "
-                               f"{1e3 * usual:.0f} ms: a cold start lies inside the run", wait / usual, transient=True)
+                               f"{1e3 * usual:.0f} ms: the run contains a cold start", wait / usual, transient=True)
 
 
 def client_saturated(sample: Sample, limit: float) -> Fault | None:
@@ -172,14 +172,14 @@ def rate(sample: Sample, limit: float) -> Fault | None:
     if abs(off) > limit:
         return Fault("rate", f"requests were sent at {delivered:.3g}/s where {scheduled:.3g}/s was scheduled", abs(off),
                      transient=True)
-    asked = details.get("request_rate")
-    if details["arrival"] in ("trace", "ramp-up") or asked in (None, "inf"):
+    rate = details.get("request_rate")
+    if details["arrival"] in ("trace", "ramp-up") or rate in (None, "inf"):
         return None
     # A random schedule of few requests misses its own rate: up to four standard errors count as chance.
     chance = 4 * _arrival_spread(details) / math.sqrt(len(sent))
-    off = delivered / float(asked) - 1
+    off = delivered / float(rate) - 1
     if abs(off) > limit + chance:
-        return Fault("rate", f"requests were sent at {delivered:.3g}/s where {float(asked):.3g}/s was asked", abs(off),
+        return Fault("rate", f"requests were sent at {delivered:.3g}/s where {float(rate):.3g}/s was asked", abs(off),
                      limit + chance)
     return None
 
@@ -188,8 +188,8 @@ def contamination(sample: Sample, limit: float) -> Fault | None:
     """Find contamination: hits beyond what the workload shares within itself, which come from earlier runs."""
     hits, prompt = cache_hits(sample.run)
     if hits is None or prompt <= 0:
-        return Fault("contamination", "the server does not tell its prefix hits: that runs did not reuse each other's "
-                                      "prompts rests on fresh prompts alone", fatal=False)
+        return Fault("contamination", "the server does not report prefix hits: only fresh prompts ensure that runs do "
+                                      "not reuse each other's prompts", fatal=False)
     if sample.sharing is None:
         return None
     # Some caches match tokens, not blocks of 16, and templates are shared: up to a block per request is not counted.
@@ -198,31 +198,31 @@ def contamination(sample: Sample, limit: float) -> Fault | None:
     if beyond <= limit + slack:
         return None
     return Fault("contamination", f"{hits / prompt:.0%} of prompt tokens were prefix hits, but the workload shares "
-                                  f"{sample.sharing:.0%} with itself: the cache held prompts of a run before", beyond,
+                                  f"{sample.sharing:.0%} with itself: the cache held prompts of an earlier run", beyond,
                  limit + slack)
 
 
 def lengths(sample: Sample, limit: float) -> Fault | None:
     """Find wrong output lengths; if an end-of-sequence token may end an answer, only too long ones."""
     done = sample.completed
-    asked = sum(record.asked_output for record in done)
-    if not asked:
+    requested = sum(record.asked_output for record in done)
+    if not requested:
         return None
     exact = sample.run.details.get("ignore_eos", True)
     wrong = [record for record in done if (record.output_tokens != record.asked_output if exact
                                            else record.output_tokens > record.asked_output)]
-    missed = sum(abs(record.output_tokens - record.asked_output) for record in wrong) / asked
+    missed = sum(abs(record.output_tokens - record.asked_output) for record in wrong) / requested
     if missed <= limit:
         return None
-    return Fault("lengths", f"{len(wrong)} of {len(done)} answers are not as long as asked: "
-                            f"{sum(record.output_tokens for record in done):,} tokens instead of {asked:,}", missed)
+    return Fault("lengths", f"{len(wrong)} of {len(done)} answers do not have the requested length: "
+                            f"{sum(record.output_tokens for record in done):,} tokens instead of {requested:,}", missed)
 
 
 def offload(sample: Sample, limit: float) -> Fault | None:
     if not sample.offload:
         return None
     if sample.working_set is None or sample.pool is None:
-        return Fault("offload", "whether the working set exceeds the device's pool cannot be told: "
+        return Fault("offload", "it is unknown whether the working set exceeds the device's pool: "
                      + ("the engine does not say how large its pool is" if sample.pool is None
                         else "the workload does not say how large its working set is"), fatal=False)
     if sample.working_set > limit * sample.pool:
@@ -315,7 +315,7 @@ def version(sample: ArmSample, _limit: float) -> Fault | None:
     seen = list(dict.fromkeys(sample.versions))
     if len(seen) <= 1:
         return None
-    return Fault("version", f"the engine changed meanwhile: {' and '.join(seen)}", len(seen))
+    return Fault("version", f"the engine changed during the experiment: {' and '.join(seen)}", len(seen))
 
 
 # Quantities that gates measure
@@ -323,10 +323,10 @@ def version(sample: ArmSample, _limit: float) -> Fault | None:
 
 def cache_hits(run: Run) -> tuple[float | None, float]:
     """Return (prompt tokens found in a cache, all prompt tokens); (None, 0.0) if neither is reported."""
-    told = [record for record in run.completed if record.sources is not None]
-    if told:
-        prompt = sum(sum((record.sources or {}).values()) for record in told)
-        return float(prompt - sum((record.sources or {}).get("computed", 0) for record in told)), float(prompt)
+    records = [record for record in run.completed if record.sources is not None]
+    if records:
+        prompt = sum(sum((record.sources or {}).values()) for record in records)
+        return float(prompt - sum((record.sources or {}).get("computed", 0) for record in records)), float(prompt)
     for hits, queries in HIT_COUNTERS:
         if hits in run.counters and run.counters.get(queries):
             return run.counters[hits], run.counters[queries]

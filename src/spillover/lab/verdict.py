@@ -164,22 +164,22 @@ def _decide(comparison: Comparison, rule: Rule, family: int) -> Verdict:
     if not comparison.values:
         return Verdict(comparison, NO_VERDICT, why or "no block in which both were measured")
     if _unsound(comparison):
-        return Verdict(comparison, NO_VERDICT, why or f"{comparison.metric} was 0 or missing in a run, which no ratio "
-                                                       "describes")
+        return Verdict(comparison, NO_VERDICT, why or f"{comparison.metric} was 0 or missing in a run, so there is no "
+                                                       "ratio")
     level, least = rule.level(family), rule.least_blocks(family)
     found = sequential_ratio(comparison.values, comparison.base, comparison.block, level, rule.minimum_blocks)
     if found.count < least:
         why = why or (f"{found.count} block{'s' * (found.count != 1)}, and at least {least} are needed")
-    told = Verdict(comparison, NO_VERDICT, why, found.value, found.low, found.high, level, found.p, found.count,
-                   rule.equivalence, tuple(block_ratios(comparison.values, comparison.base, comparison.block)))
+    verdict = Verdict(comparison, NO_VERDICT, why, found.value, found.low, found.high, level, found.p, found.count,
+                      rule.equivalence, tuple(block_ratios(comparison.values, comparison.base, comparison.block)))
     if why is not None or found.low is None or found.high is None:
-        return told
+        return verdict
     if 1 / (1 + rule.equivalence) < found.low and found.high < 1 + rule.equivalence:
-        return replace(told, verdict=SAME)
+        return replace(verdict, verdict=SAME)
     if found.low <= 1 <= found.high:
-        return replace(told, verdict=NO_DIFFERENCE)
+        return replace(verdict, verdict=NO_DIFFERENCE)
     good = (found.low > 1) == (better(comparison.metric) == "higher")
-    return replace(told, verdict=FASTER if good else SLOWER)
+    return replace(verdict, verdict=FASTER if good else SLOWER)
 
 
 def _unsound(comparison: Comparison) -> bool:

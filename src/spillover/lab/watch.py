@@ -15,9 +15,9 @@ HZ = 2.0
 class Monitored:
     """Monitors during a run: `with watch(engine, path):`. Each problem is reported once."""
 
-    def __init__(self, tell: Callable[[str], None] = lambda note: None, hz: float = HZ) -> None:
-        self._tell, self._hz = tell, hz
-        self._told: set[str] = set()
+    def __init__(self, report: Callable[[str], None] = lambda note: None, hz: float = HZ) -> None:
+        self._report, self._hz = report, hz
+        self._reported: set[str] = set()
 
     @contextmanager
     def __call__(self, engine: Engine, path: Path) -> Iterator[None]:
@@ -26,6 +26,6 @@ class Monitored:
             yield
         recorder.write_parquet(path)
         for note in recorder.notes:
-            if note not in self._told:
-                self._told.add(note)
-                self._tell(note)
+            if note not in self._reported:
+                self._reported.add(note)
+                self._report(note)

@@ -23,8 +23,8 @@ class CacheCounts:
 
     @property
     def hit_rate(self) -> float:
-        asked = self.hits + self.misses
-        return self.hits / asked if asked else 0.0
+        lookups = self.hits + self.misses
+        return self.hits / lookups if lookups else 0.0
 
 
 class ExpertCache:
@@ -38,7 +38,7 @@ class ExpertCache:
         policy.on_load(layers, experts, self.quota)
         self._slot_of: list[dict[int, int]] = [{} for _ in range(layers)]  # expert -> slot
         self._free = [list(range(layer * self.quota, (layer + 1) * self.quota))[::-1] for layer in range(layers)]
-        self._withheld: list[list[int]] = [[] for _ in range(layers)]  # slots of each layer that are lent
+        self._lent: list[list[int]] = [[] for _ in range(layers)]  # slots of each layer that are lent
         self._used: list[dict[int, int]] = [{} for _ in range(layers)]  # expert -> clock at its last use
         self._clock = 0
         self._counts = [0, 0, 0, 0]
@@ -57,7 +57,7 @@ class ExpertCache:
     def resident(self, layer: int) -> Collection[int]:
         return self._slot_of[layer].keys()
 
-    def ask(self, layer: int, expert: int) -> int | None:
+    def lookup(self, layer: int, expert: int) -> int | None:
         """Return the slot of an expert that is about to be used; None if it has none, which counts as a miss."""
         slot = self._slot_of[layer].get(expert)
         self._counts[0 if slot is not None else 1] += 1
@@ -65,10 +65,10 @@ class ExpertCache:
             self._touch(layer, expert)
         return slot
 
-    def take(self, layer: int, expert: int, keep: Collection[int] = (), asked: bool = True,
-             pinned: bool = False) -> int | None:
+    def assign(self, layer: int, expert: int, keep: Collection[int] = (), demand: bool = True,
+               pinned: bool = False) -> int | None:
         """Assign a slot to an expert that has none and return it; evict another expert if no slot is free.
-        `keep`: experts that must not be evicted. `asked`: a step needs it now; False for a prefetch. `pinned`: experts
+        `keep`: experts that must not be evicted. `demand`: a step needs it now; False for a prefetch. `pinned`: experts
         of infinite worth may be evicted too. None if there is no expert that may be evicted."""
         if expert in self._slot_of[layer]:
             raise ValueError(f"expert {expert} of layer {layer} is there already")
@@ -82,7 +82,7 @@ class ExpertCache:
             self._counts[3] += 1
         self._slot_of[layer][expert] = slot
         self._touch(layer, expert)
-        if not asked:
+        if not demand:
             self._counts[2] += 1
         return slot
 
@@ -99,16 +99,16 @@ class ExpertCache:
             self._free[layer].append(self._slot_of[layer].pop(victim))
             self._counts[3] += 1
         slot = self._free[layer].pop()
-        self._withheld[layer].append(slot)
+        self._lent[layer].append(slot)
         return range(slot, slot + 1)
 
     def usable(self, layer: int) -> int:
         """Return the number of slots of a layer that are not lent."""
-        return self.quota - len(self._withheld[layer])
+        return self.quota - len(self._lent[layer])
 
-    def give_back(self, layer: int, slots: range) -> None:
+    def return_slots(self, layer: int, slots: range) -> None:
         for slot in slots:
-            self._withheld[layer].remove(slot)
+            self._lent[layer].remove(slot)
             self._free[layer].append(slot)
 
     def clear(self) -> None:
@@ -119,7 +119,7 @@ class ExpertCache:
     def check(self) -> None:
         """Assert that the free, taken and lent slots of every layer add up to its quota, without duplicates."""
         for layer in range(self.layers):
-            slots = [*self._free[layer], *self._slot_of[layer].values(), *self._withheld[layer]]
+            slots = [*self._free[layer], *self._slot_of[layer].values(), *self._lent[layer]]
             assert sorted(slots) == list(range(layer * self.quota, (layer + 1) * self.quota)), (layer, slots)
 
     def _touch(self, layer: int, expert: int) -> None:

@@ -78,7 +78,7 @@ def simulate(trace: Trace, experts: int, quota: int, policy: ExpertPolicy, warm:
     cache = ExpertCache(len(trace[0]), experts, quota, policy)
     for layer in range(cache.layers):
         for expert in range(cache.quota):
-            cache.take(layer, expert, asked=False)
+            cache.assign(layer, expert, demand=False)
     policy.on_phase("decode")
     before = cache.counts
     for step, by_layer in enumerate(trace):
@@ -88,8 +88,8 @@ def simulate(trace: Trace, experts: int, quota: int, policy: ExpertPolicy, warm:
             wanted = list(dict.fromkeys(chosen))
             policy.on_route(step, layer, wanted)
             for expert in wanted:
-                if cache.ask(layer, expert) is None:
-                    cache.take(layer, expert, keep=wanted)
+                if cache.lookup(layer, expert) is None:
+                    cache.assign(layer, expert, keep=wanted)
     return _difference(cache.counts, before)
 
 

@@ -115,7 +115,7 @@ class _CodeGenerator(CodeGenerator):
         self.write("))")
 
     def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
-        self.write("environment.made(")
+        self.write("environment.counted(")
         super().visit_List(node, frame)
         self.write(")")
 
@@ -123,12 +123,12 @@ class _CodeGenerator(CodeGenerator):
         if node.ctx != "load":  # the target of an assignment
             super().visit_Tuple(node, frame)
             return
-        self.write("environment.made(")
+        self.write("environment.counted(")
         super().visit_Tuple(node, frame)
         self.write(")")
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
-        self.write("environment.made(")
+        self.write("environment.counted(")
         super().visit_Dict(node, frame)
         self.write(")")
 
@@ -141,9 +141,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         # Not optimised, as that would compute constants while compiling, outside the limits.
-        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=self._shown,
+        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=self._count_output,
                          extensions=[_GenerationBlock, loopcontrols])
-        self._own = threading.local()
+        self._thread_local = threading.local()
         self.concat = self._concat  # type: ignore[method-assign]
         del self.globals["lipsum"], self.filters["urlize"]
         self.filters["tojson"] = _to_json
@@ -152,11 +152,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
 
     def metered(self) -> _Metered:
-        return _Metered(self._own)
+        return _Metered(self._thread_local)
 
     @property
     def _meter(self) -> _Meter:
-        meter: _Meter | None = getattr(self._own, "meter", None)
+        meter: _Meter | None = getattr(self._thread_local, "meter", None)
         return meter if meter is not None else _Meter()  # None while compiling a template
 
         # Functions that compiled templates call
@@ -165,7 +165,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._meter.tick()
         return ""
 
-    def made(self, value: Any) -> Any:
+    def counted(self, value: Any) -> Any:
         """Count a new value and return it; raises TemplateLimit if it, or its text, would be too large."""
         meter = self._meter
         if isinstance(value, str):
@@ -198,7 +198,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             meter.make(len(left) + len(right))
         elif operator == "%" and isinstance(left, str):
             _check_format(left)
-        return self.made(super().call_binop(context, operator, left, right))
+        return self.counted(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         __self._meter.tick()
@@ -206,7 +206,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             args = __self._check_method(method.__name__, owner, args)
-        return __self.made(super().call(__context, __obj, *args, **kwargs))
+        return __self.counted(super().call(__context, __obj, *args, **kwargs))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str) and attr in _REFUSED_METHODS:
@@ -219,12 +219,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Parse a template, inserting a clock check at the beginning of every loop's body."""
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
-            look = nodes.ExprStmt(nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None))
-            look.set_lineno(loop.lineno)
-            loop.body.insert(0, look)
+            check = nodes.ExprStmt(nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None))
+            check.set_lineno(loop.lineno)
+            loop.body.insert(0, check)
         return tree
 
-    def _shown(self, value: Any) -> Any:
+    def _count_output(self, value: Any) -> Any:
         """Count a value that is written to the output, and return it."""
         if isinstance(value, str):
             self._meter.make(len(value))
@@ -285,7 +285,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                 raise TemplateLimit("the chat template adds lists with the filter sum, which is for numbers here")
             if isinstance(value, list | tuple | dict | set):
                 _weigh(value, meter)
-            return self.made(work(*args, **kwargs))
+            return self.counted(work(*args, **kwargs))
 
         return limited
 
@@ -293,15 +293,15 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _Metered:
     """A context in which this thread counts one rendering."""
 
-    def __init__(self, own: threading.local) -> None:
-        self._own = own
+    def __init__(self, thread_local: threading.local) -> None:
+        self._thread_local = thread_local
 
     def __enter__(self) -> None:
-        self._before = getattr(self._own, "meter", None)
-        self._own.meter = _Meter()
+        self._before = getattr(self._thread_local, "meter", None)
+        self._thread_local.meter = _Meter()
 
     def __exit__(self, *_: object) -> None:
-        self._own.meter = self._before
+        self._thread_local.meter = self._before
 
 
 class _GenerationBlock(Extension):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spillover.errors import CheckpointError, shown
+from spillover.errors import CheckpointError, short_repr
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 MOST = 2**31 - 1  # maximum of sizes in a file
@@ -93,8 +93,8 @@ def parse_config(
     architecture = str((hf.get("architectures") or ["the model"])[0])
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
-        raise CheckpointError(f"config.json: hidden_act {shown(activation)} is not supported by {architecture}, only "
-                              "'silu'")
+        raise CheckpointError(f"config.json: hidden_act {short_repr(activation)} is not supported by {architecture}, "
+                              "only 'silu'")
     quantization = section(hf, "quantization_config")
     if quantization:  # a format may store its scales in the model's type
         quantization = {**quantization, "dtype": _dtype(hf).removeprefix("torch.")}
@@ -149,9 +149,9 @@ def optional(hf: Mapping[str, Any], key: str, least: int = 1) -> int | None:
     if value is None:
         return None
     if type(value) is not int:
-        raise CheckpointError(f"config.json: '{key}' is missing or not a whole number (found {shown(value)})")
+        raise CheckpointError(f"config.json: '{key}' is missing or not a whole number (found {short_repr(value)})")
     if not least <= value <= most:
-        raise CheckpointError(f"config.json: '{key}' is {shown(value)}; it can be {least} to {most:,}")
+        raise CheckpointError(f"config.json: '{key}' is {short_repr(value)}; it can be {least} to {most:,}")
     return value
 
 
@@ -159,14 +159,14 @@ def number(hf: Mapping[str, Any], key: str, default: float) -> float:
     """Return a positive finite number; the default if it is missing or 0."""
     value = hf.get(key) or default
     if type(value) not in (int, float) or not 0 < value <= MOST_NUMBER:
-        raise CheckpointError(f"config.json: '{key}' is {shown(value)}, not a positive number")
+        raise CheckpointError(f"config.json: '{key}' is {short_repr(value)}, not a positive number")
     return float(value)
 
 
 def section(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = hf.get(key) or {}
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"config.json: '{key}' is {shown(value)}, not an object")
+        raise CheckpointError(f"config.json: '{key}' is {short_repr(value)}, not an object")
     return value
 
 
@@ -175,13 +175,13 @@ def token_ids(value: object, key: str, file: object = "config.json") -> tuple[in
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     for index in ids:
         if type(index) is not int or not 0 <= index <= MOST:
-            raise CheckpointError(f"{file}: '{key}' has {shown(index)}, which is not a token id")
+            raise CheckpointError(f"{file}: '{key}' has {short_repr(index)}, which is not a token id")
     return ids
 
 
 def named(name: str) -> str:
     """Return a tensor's name for an error message: as it is, or its repr if it is long or not printable."""
-    return name if name.isprintable() and 0 < len(name) <= 120 else shown(name)
+    return name if name.isprintable() and 0 < len(name) <= 120 else short_repr(name)
 
 
 def parse_rope(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
@@ -200,7 +200,8 @@ def parse_rope(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling 
     if kind == "default":
         return base, None
     if kind not in ROPE_KINDS:
-        raise CheckpointError(f"config.json: rope type {shown(kind)} is not supported, only {', '.join(ROPE_KINDS)}")
+        raise CheckpointError(f"config.json: rope type {short_repr(kind)} is not supported, only "
+                              f"{', '.join(ROPE_KINDS)}")
     max_position = require(hf, "max_position_embeddings")
     key = "original_max_position_embeddings"
     original = optional(rope, key) or optional(hf, key) or max_position
@@ -232,11 +233,11 @@ def expert_format(hf: Mapping[str, Any]) -> str:
 def parse_windows(hf: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[int | None, ...]:
     """Return the window of each layer, from the layers' types."""
     if not isinstance(layer_types, list):
-        raise CheckpointError(f"config.json: 'layer_types' is {shown(layer_types)}, not a list")
+        raise CheckpointError(f"config.json: 'layer_types' is {short_repr(layer_types)}, not a list")
     for kind in layer_types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise CheckpointError(f"config.json: layer type {shown(kind)} is not supported, only full_attention and "
-                                  "sliding_attention")
+            raise CheckpointError(f"config.json: layer type {short_repr(kind)} is not supported, only full_attention "
+                                  "and sliding_attention")
     if len(layer_types) != require(hf, "num_hidden_layers"):
         raise CheckpointError(f"config.json: layer_types has {len(layer_types)} entries, not one per layer")
     if "sliding_attention" not in layer_types:
@@ -248,7 +249,7 @@ def parse_windows(hf: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[in
 def _dtype(hf: Mapping[str, Any]) -> str:
     dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     if not isinstance(dtype, str):
-        raise CheckpointError(f"config.json: 'dtype' is {shown(dtype)}, not a name such as 'bfloat16'")
+        raise CheckpointError(f"config.json: 'dtype' is {short_repr(dtype)}, not a name such as 'bfloat16'")
     return dtype
 
 
@@ -272,6 +273,6 @@ def _check_quantization(quantization: Mapping[str, Any], expert_format: str) -> 
         found.from_config(quantization)
     if found is None or (found.experts_only and method != expert_format):
         raise CheckpointError(
-            f"config.json: weights quantised with {shown(method)} are not supported here; "
+            f"config.json: weights quantised with {short_repr(method)} are not supported here; "
             f"supported are {', '.join(METHODS)}, a GGUF file, and gpt-oss in mxfp4"
         )

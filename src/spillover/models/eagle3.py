@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from spillover.errors import CheckpointError, shown
+from spillover.errors import CheckpointError, short_repr
 from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE, EMBEDDING
@@ -62,14 +62,14 @@ class HeadWeights(LayerWeights, total=False):
 def read_head(hf: Mapping[str, Any], path: Path, target: ModelConfig, names: set[str] | None) -> HeadConfig:
     """Parse the configuration of a head for a model. `names`: of its tensors; None: it has dummy weights."""
     try:
-        return _parsed(hf, target, names)
+        return _parse(hf, target, names)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
 
 
-def _parsed(hf: Mapping[str, Any], target: ModelConfig, names: set[str] | None) -> HeadConfig:
+def _parse(hf: Mapping[str, Any], target: ModelConfig, names: set[str] | None) -> HeadConfig:
     nested, eagle = section(hf, "transformer_layer_config"), section(hf, "eagle_config")
-    said = {**eagle, **{key: value for key, value in hf.items() if value is not None}}
+    settings = {**eagle, **{key: value for key, value in hf.items() if value is not None}}
     shape = nested or hf
     layers = optional(shape, "num_hidden_layers") or 1
     if layers != 1:
@@ -77,44 +77,45 @@ def _parsed(hf: Mapping[str, Any], target: ModelConfig, names: set[str] | None) 
                               "itself as the method draft_model")
     layer = parse_config({**shape, "num_hidden_layers": 1}, qkv_bias=bool(shape.get("attention_bias", False)),
                          o_bias=bool(shape.get("attention_bias", False)), mlp_bias=bool(shape.get("mlp_bias", False)))
-    beside = optional(said, "target_hidden_size") or layer.hidden_size
-    if {layer.hidden_size, beside} != {target.hidden_size}:
-        raise CheckpointError(f"this EAGLE-3 head is for hidden states of {beside}, and those of the model have "
-                              f"{target.hidden_size}: it was trained beside another model")
+    target_hidden = optional(settings, "target_hidden_size") or layer.hidden_size
+    if {layer.hidden_size, target_hidden} != {target.hidden_size}:
+        raise CheckpointError(f"this EAGLE-3 head is for hidden states of size {target_hidden}, and those of the model "
+                              f"have {target.hidden_size}: it was trained for another model")
     if (layer.num_kv_heads, layer.head_dim) != (target.num_kv_heads, target.head_dim):
         raise CheckpointError(f"this EAGLE-3 head has {layer.num_kv_heads} key/value heads of {layer.head_dim}, and "
                               f"the model {target.num_kv_heads} of {target.head_dim}: its KV does not fit into the "
                               "model's blocks, where it would be stored")
     for flag, most in (("fc_norm", False), ("use_aux_hidden_state", True)):
-        if bool(said.get(flag, most)) != most:
-            raise CheckpointError(f"an EAGLE-3 head with {flag} {said[flag]} is not supported")
-    draft_vocab = optional(said, "draft_vocab_size") or layer.vocab_size
+        if bool(settings.get(flag, most)) != most:
+            raise CheckpointError(f"an EAGLE-3 head with {flag} {settings[flag]} is not supported")
+    draft_vocab = optional(settings, "draft_vocab_size") or layer.vocab_size
     mapped = "d2t" in names if names is not None else draft_vocab < target.vocab_size
     if draft_vocab > target.vocab_size or (not mapped and draft_vocab != target.vocab_size):
-        raise CheckpointError(f"this EAGLE-3 head knows {draft_vocab:,} tokens and does not say which of the model's "
-                              f"{target.vocab_size:,} they are (tensor 'd2t')")
+        raise CheckpointError(f"this EAGLE-3 head has a vocabulary of {draft_vocab:,} tokens, and no tensor 'd2t' maps "
+                              f"them to the model's {target.vocab_size:,}")
     own = names is not None and "embed_tokens.weight" in names
     if own and layer.vocab_size != target.vocab_size:
         raise CheckpointError(f"this EAGLE-3 head has embeddings of {layer.vocab_size:,} tokens, and the model has "
-                              f"{target.vocab_size:,}: it was trained beside another model")
-    return HeadConfig(layer, draft_vocab, _taps(said, target), own, mapped, bool(said.get("norm_before_residual")),
-                      bool(said.get("norm_before_fc")), bool(said.get("norm_output")))
+                              f"{target.vocab_size:,}: it was trained for another model")
+    return HeadConfig(layer, draft_vocab, _taps(settings, target), own, mapped,
+                      bool(settings.get("norm_before_residual")), bool(settings.get("norm_before_fc")),
+                      bool(settings.get("norm_output")))
 
 
-def _taps(said: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    given, count, layers = said.get("eagle_aux_hidden_state_layer_ids"), said.get("num_aux_hidden_states"), \
+def _taps(settings: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
+    given, count, layers = settings.get("eagle_aux_hidden_state_layer_ids"), settings.get("num_aux_hidden_states"), \
         target.num_layers
     if given is None:
         if count not in (None, NUM_TAPS):
-            raise CheckpointError(f"this EAGLE-3 head reads hidden states of {shown(count)} layers, and does not say "
-                                  "of which (eagle_aux_hidden_state_layer_ids)")
+            raise CheckpointError(f"this EAGLE-3 head reads hidden states of {short_repr(count)} layers, and does not "
+                                  "say of which (eagle_aux_hidden_state_layer_ids)")
         given = [2, layers // 2, layers - 3]  # as in vLLM
     if not isinstance(given, list) or not given or any(type(tap) is not int for tap in given):
-        raise CheckpointError(f"eagle_aux_hidden_state_layer_ids is {shown(given)}, not a list of layers")
-    wrong = [tap for tap in given if not 0 <= tap < layers]
-    if wrong:
-        raise CheckpointError(f"this EAGLE-3 head reads the hidden states before layer {wrong[0]}, and the model has "
-                              f"the layers 0 to {layers - 1}: it was trained beside another model")
+        raise CheckpointError(f"eagle_aux_hidden_state_layer_ids is {short_repr(given)}, not a list of layers")
+    out_of_range = [tap for tap in given if not 0 <= tap < layers]
+    if out_of_range:
+        raise CheckpointError(f"this EAGLE-3 head reads the hidden states before layer {out_of_range[0]}, and the "
+                              f"model has the layers 0 to {layers - 1}: it was trained for another model")
     return tuple(given)
 
 
@@ -166,7 +167,7 @@ def read_targets(checkpoint: Checkpoint, config: HeadConfig, target: ModelConfig
     if int(targets.min()) < 0 or int(targets.max()) >= target.vocab_size:
         raise CheckpointError(f"{checkpoint.file('d2t')}: tensor 'd2t' names tokens from {int(targets.min())} to "
                               f"{int(targets.max())}, and the model has 0 to {target.vocab_size - 1}: the head was "
-                              "trained beside another model")
+                              "trained for another model")
     return targets
 
 

@@ -72,12 +72,12 @@ class Decoder:
         the model allows. `shard`: the part that this rank of `ranks` computes; None: everything."""
         shard = shard or Shard()
         assert (shard.rank, shard.size) == (ranks.rank, ranks.size)
-        self.whole, self.ranks = config, ranks
+        self.ranks = ranks
         self.vocabulary, self._vocabulary_width = (shard.vocabulary(config.vocab_size),
                                                    shard.vocabulary_width(config.vocab_size))
-        own = shard.experts(config.num_experts)
-        self.own_experts = None if own is None else LocalExperts(own.start, own.stop,
-                                                               ranks.expert_rows if ranks.rank == 0 else None)
+        local = shard.experts(config.num_experts)
+        self.local_experts = None if local is None else LocalExperts(
+            local.start, local.stop, ranks.expert_rows if ranks.rank == 0 else None)
         config = shard.decoder(config)
         self.config = config
         self.dtype = dtype
@@ -101,7 +101,7 @@ class Decoder:
         or if there are several ranks."""
         if self.ranks.size > 1:
             return None
-        layers = [weights.whole(part) for part in self._parts]
+        layers = [weights.bind_part(part) for part in self._parts]
         if self.config.is_moe or not LayerStack.serves(layers):
             return None
         places = [kv.layer(layer) for layer in range(len(layers))]
@@ -125,10 +125,10 @@ class Decoder:
             if self.ranks.size == 1:
                 return embedding(token_ids, w["embedding"], self.dtype)
             first, stop = self.vocabulary
-            here = (token_ids >= first) & (token_ids < stop)
-            part = embedding(torch.where(here, token_ids - first, 0), w["embedding"], self.dtype)
+            in_shard = (token_ids >= first) & (token_ids < stop)
+            part = embedding(torch.where(in_shard, token_ids - first, 0), w["embedding"], self.dtype)
         # All ranks but one contribute zeros to a row, so the sum is exact.
-        return self.ranks.all_reduce(part * here.unsqueeze(1))
+        return self.ranks.all_reduce(part * in_shard.unsqueeze(1))
 
     def _embed(self, step: ModelStep, weights: Weights) -> tuple[Tensor, Tensor]:
         """Return the first layer's inputs: x, which is zero, and the residual, which are the embeddings."""
@@ -185,7 +185,7 @@ class MixtureDecoder(Decoder):
         scores = linear(x, w["router"], w.get("router_bias"))  # [T, experts]
         config = self.config
         mixed = w["experts"].mixture(x, scores, config.experts_per_token, config.norm_topk_prob, config.swiglu_limit,
-                                     self.own_experts)
+                                     self.local_experts)
         return mixed, residual
 
 

@@ -199,7 +199,7 @@ class _Tensors:
     def dtype(self, name: str) -> torch.dtype:
         return self._reader.checkpoint.dtype(name)
 
-    def wrong(self, name: str, what: str) -> CheckpointError:
+    def tensor_error(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(f"{self._reader.checkpoint.file(name)}: tensor '{name}' {what}")
 
     def read(self, tensor: Field) -> Tensor:

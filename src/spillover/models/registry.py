@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from spillover.errors import CheckpointError, shown
+from spillover.errors import CheckpointError, short_repr
 from spillover.models.config import ModelConfig
 from spillover.models.layers import Decoder
 from spillover.models.sharding.ranks import ONE_RANK, Ranks
@@ -55,7 +55,7 @@ def read_architecture(hf_config: Mapping[str, Any], path: Path) -> tuple[Archite
 def architecture(hf_config: Mapping[str, Any]) -> Architecture:
     names = hf_config.get("architectures") or []
     if not isinstance(names, list):
-        raise CheckpointError(f"config.json: 'architectures' is not a list (found {shown(names)})")
+        raise CheckpointError(f"config.json: 'architectures' is not a list (found {short_repr(names)})")
     for name in names:
         if isinstance(name, str) and name in ARCHITECTURES:
             module = importlib.import_module(f"spillover.models.architectures.{ARCHITECTURES[name]}")
@@ -63,4 +63,5 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
     supported = ", ".join(ARCHITECTURES)
     if not names:
         raise CheckpointError(f"config.json: it names no architecture; supported are {supported}")
-    raise CheckpointError(f"config.json: architecture {shown(names[0])} is not supported; supported are {supported}")
+    raise CheckpointError(f"config.json: architecture {short_repr(names[0])} is not supported; supported are "
+                          f"{supported}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from safetensors import SafetensorError, safe_open
 
-from spillover.errors import CheckpointError, shown
+from spillover.errors import CheckpointError, short_repr
 from spillover.models.config import METHODS, MOST, named, token_ids
 from spillover.units import format_bytes
 
@@ -126,7 +126,7 @@ def _check_quantization(quantization: object, file: Path) -> None:
 
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
     if registered(method) is None:
-        raise CheckpointError(f"{file}: weights quantised with {shown(method)} are not supported, only those of "
+        raise CheckpointError(f"{file}: weights quantised with {short_repr(method)} are not supported, only those of "
                               f"{', '.join(METHODS)} and mxfp4; use another quantisation, the model's bfloat16 or "
                               "float16 safetensors, or a GGUF file")
 
@@ -156,7 +156,7 @@ def _read_entries(folder: Path) -> dict[str, _Entry]:
         raise CheckpointError(f"{folder / INDEX} lists no tensors under 'weight_map'")
     for shard in shard_of.values():
         if not isinstance(shard, str) or not shard.endswith(".safetensors") or "/" in shard or "\0" in shard:
-            raise CheckpointError(f"{folder / INDEX}: {shown(shard)} under 'weight_map' is not the name of a "
+            raise CheckpointError(f"{folder / INDEX}: {short_repr(shard)} under 'weight_map' is not the name of a "
                                   "safetensors file in this folder")
     shards: dict[str, dict[str, _Entry]] = {}
     for shard in sorted(set(shard_of.values())):
@@ -217,20 +217,20 @@ def _read_entry(file: Path, name: str, entry: object) -> tuple[_Entry, int]:
         return CheckpointError(f"{file} has a corrupt header (tensor {named(name)} {what})")
 
     if not isinstance(entry, dict):
-        raise wrong(f"is {shown(entry)}")
+        raise wrong(f"is {short_repr(entry)}")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str):
-        raise wrong(f"has type {shown(dtype)}")
+        raise wrong(f"has type {short_repr(dtype)}")
     if dtype not in DTYPES:
         raise CheckpointError(f"{file}: tensor {named(name)} has type {named(dtype)}, which is not supported; use the "
                               "model's bfloat16 or float16 safetensors")
     if not isinstance(shape, list) or any(type(size) is not int or not 0 <= size <= MOST for size in shape):
-        raise wrong(f"has shape {shown(shape)}")
+        raise wrong(f"has shape {short_repr(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or any(type(place) is not int for place in offsets):
-        raise wrong(f"has data_offsets {shown(offsets)}")
+        raise wrong(f"has data_offsets {short_repr(offsets)}")
     begin, end = offsets
     if begin < 0 or end - begin != math.prod(shape) * DTYPES[dtype]:
-        raise wrong(f"has data_offsets {shown(offsets)}, which do not fit {dtype} of shape {shown(shape)}")
+        raise wrong(f"has data_offsets {short_repr(offsets)}, which do not fit {dtype} of shape {short_repr(shape)}")
     return _Entry(file, dtype, tuple(shape)), end
 
 

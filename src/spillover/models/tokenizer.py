@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from jinja2 import TemplateError
 
-from spillover.errors import CheckpointError, RequestError, shown
+from spillover.errors import CheckpointError, RequestError, short_repr
 from spillover.models.chat_template import ChatTemplates, TemplateLimit
 from spillover.models.gguf.gguf_config import end_token_ids
 from spillover.models.gguf.gguf_header import read_header
@@ -157,7 +157,7 @@ def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -
     except TypeError:
         raise RequestError("the text is not valid UTF-8, or has half of a surrogate pair") from None
     except Exception as error:  # tokenizers raises no specific exception
-        raise RequestError(f"the model's tokenizer cannot encode this text ({shown(str(error))})") from error
+        raise RequestError(f"the model's tokenizer cannot encode this text ({short_repr(str(error))})") from error
     return ids
 
 
@@ -189,12 +189,12 @@ def _from_gguf(path: Path) -> Tokenizer:
     templates = {"default": metadata["tokenizer.chat_template"]} if "tokenizer.chat_template" in metadata else {}
     names = metadata.get("tokenizer.chat_templates", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{path}: tokenizer.chat_templates is {shown(names)}, not a list of names")
+        raise CheckpointError(f"{path}: tokenizer.chat_templates is {short_repr(names)}, not a list of names")
     for name in names:
         templates[name] = metadata.get(f"tokenizer.chat_template.{name}", "")
     for name, text in templates.items():
         if not isinstance(text, str):
-            raise CheckpointError(f"{path}: its chat template {shown(name)} is {shown(text)}, not a text")
+            raise CheckpointError(f"{path}: its chat template {short_repr(name)} is {short_repr(text)}, not a text")
     return Tokenizer(backend, special, end_token_ids(metadata, path), templates, str(path))
 
 
@@ -210,7 +210,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     except BaseException as error:  # tokenizers raises no specific exception; its panics are not Exceptions
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
-        raise CheckpointError(f"{file} cannot be read as a tokenizer ({shown(str(error))})") from error
+        raise CheckpointError(f"{file} cannot be read as a tokenizer ({short_repr(str(error))})") from error
     # The file may contain padding and truncation settings that were used in training.
     backend.no_padding()
     backend.no_truncation()
@@ -243,7 +243,8 @@ def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, st
     templates = template if isinstance(template, dict) else {"default": template} if template else {}
     for name, text in templates.items():
         if not isinstance(name, str) or not isinstance(text, str) or not _is_utf8(text):
-            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: its chat template is {shown(text)}, not a text")
+            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: its chat template is {short_repr(text)}, not a "
+                                  "text")
     extra = folder / "additional_chat_templates"
     return templates | {file.stem: _template_text(file) for file in extra.glob("*.jinja")}
 

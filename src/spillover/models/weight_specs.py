@@ -97,7 +97,7 @@ def in_codes(specs: WeightSpecs, codes: Mapping[str, str], device: str = "cpu") 
     """Return the specs with linears and experts kept in a GGUF file's codes, if all their matrices are in codes that
     the device can multiply with. `codes`: the GGUF types of tensors in codes, by name."""
     from spillover.kernels.formats.dense import DENSE, EMBEDDING
-    from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes
+    from spillover.kernels.formats.gguf_codes import CODE_FORMS, GgufCodes
 
     def forms_of(spec: WeightSpec) -> tuple[CodeForm, ...]:
         """List the forms of the matrices; empty if not all are in codes, or if the experts' forms differ."""
@@ -107,7 +107,7 @@ def in_codes(specs: WeightSpecs, codes: Mapping[str, str], device: str = "cpu") 
             return ()
         experts = range(spec.experts or 1)
         types = [{codes.get(name.format(expert=expert)) for expert in experts} for name in source.names]
-        forms = [FORMS[kinds.pop() or ""] for kinds in types if len(kinds) == 1 and None not in kinds]
+        forms = [CODE_FORMS[kinds.pop() or ""] for kinds in types if len(kinds) == 1 and None not in kinds]
         return tuple(forms) if len(forms) == len(types) else ()
 
     def kept(spec: WeightSpec, stacks: WeightFormat | None) -> WeightFormat | None:

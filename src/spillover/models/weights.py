@@ -43,14 +43,14 @@ class ResidentWeights:
         """Hold the weights. `experts`: the experts of parts where not all of them are resident, by part."""
         self.parts = dict(parts)
         self._experts = experts or {}
-        self._contexts = {name: nullcontext(self.whole(name)) for name in parts}
+        self._contexts = {name: nullcontext(self.bind_part(name)) for name in parts}
 
     def part(self, name: str) -> AbstractContextManager[PartWeights]:
         return self._contexts[name]
 
-    def whole(self, name: str, passing: Mapping[str, Weight] | None = None) -> PartWeights:
-        """Return a part for the model; `passing`: those of its weights that are not resident."""
-        part = cast(PartWeights, {**self.parts[name], **(passing or {})})
+    def bind_part(self, name: str, streamed: Mapping[str, Weight] | None = None) -> PartWeights:
+        """Return a part for the model; `streamed`: those of its weights that are not resident."""
+        part = cast(PartWeights, {**self.parts[name], **(streamed or {})})
         if name in self._experts:
             part["experts"] = self._experts[name]
         elif "experts.down" in part:
@@ -62,7 +62,7 @@ class ResidentWeights:
         `asleep`: whether the copies are on the host, where nothing computes with them."""
         for name, weights in self.parts.items():
             self.parts[name] = {key: mapped(weight, copy) for key, weight in weights.items()}
-            self._contexts[name] = nullcontext(self.whole(name))
+            self._contexts[name] = nullcontext(self.bind_part(name))
 
     @property
     def nbytes(self) -> int:

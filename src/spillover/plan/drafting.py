@@ -31,19 +31,19 @@ class DraftSpecs:
     specs: WeightSpecs
 
 
-def plan_beside(request: PlanRequest, machine: Machine, plan_model: PlanModel, draft: DraftSpecs) -> Plan:
+def plan_with_draft(request: PlanRequest, machine: Machine, plan_model: PlanModel, draft: DraftSpecs) -> Plan:
     """Plan a model and its draft model within one budget."""
     alone = plan_model(request, machine)
     groups, size = len(layer_groups(draft.config)), request.block_size
     most_len = min(alone.max_model_len, draft.config.max_position)
 
     def plan_draft(tokens: int, length: int) -> Plan:
-        asked = PlanRequest(
+        draft_request = PlanRequest(
             model=draft.name, device=alone.device, dtype=draft.dtype, block_size=size,
             max_num_seqs=alone.max_num_seqs, max_num_batched_tokens=max(CATCH_UP_ROWS, 2 * alone.max_num_seqs),
             max_model_len=length, draft_tokens=1, num_gpu_blocks_override=-(-tokens // size) * groups)
         try:
-            return make_plan(asked, draft.config, draft.specs, machine)
+            return make_plan(draft_request, draft.config, draft.specs, machine)
         except PlanError as error:
             raise PlanError(f"the draft model does not fit: {error}") from None
 
@@ -72,7 +72,7 @@ class HeadSpecs:
     taps: int  # number of hidden states of the model that each of its rows reads
     draft_tokens: int
     specs: WeightSpecs
-    more_bytes: int  # bytes of its mapping from draft tokens to the model's, in addition to `specs`
+    token_map_bytes: int  # bytes of its mapping from draft tokens to the model's, in addition to `specs`
 
 
 def plan_with_head(request: PlanRequest, machine: Machine, plan_model: PlanModel, head: HeadSpecs) -> Plan:
@@ -80,7 +80,7 @@ def plan_with_head(request: PlanRequest, machine: Machine, plan_model: PlanModel
     alone = plan_model(request, machine)
     weights = sum(part_nbytes(listed, alone.dtype) for listed in kept_on(head.specs, alone.device,
                                                                          alone.dtype).values())
-    planned = HeadPlan(head.name, weights + head.more_bytes, _head_workspace(head, alone))
+    planned = HeadPlan(head.name, weights + head.token_map_bytes, _head_workspace(head, alone))
     plan = _plan_rest(request, machine, plan_model, alone, f"the head {head.name}",
                       planned.weight_bytes + planned.workspace_bytes)
     return replace(plan, head=planned)

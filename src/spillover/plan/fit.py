@@ -144,12 +144,12 @@ class Sizes:
         return (self.blocks_needed(length) + 1) * self.block_bytes
 
     @property
-    def beside(self) -> str:
+    def beside_note(self) -> str:
         """Return the other use of a CPU plan's RAM, for messages: " beside --host-memory ...", or ""."""
         host = self.request.host_memory
         return f" beside --host-memory {size_flag(host)}" if self.device == "cpu" and host is not None else ""
 
-    def cure(self, lacking: int) -> str:
+    def advice(self, lacking: int) -> str:
         """Return advice for a message when the machine lacks `lacking` bytes."""
         host = self.request.host_memory
         if self.device == "cpu" and host is not None and lacking < host:
@@ -163,8 +163,8 @@ class Sizes:
 
 def step_choices(request: PlanRequest, device: str) -> tuple[tuple[int, int], ...]:
     """Return the default steps to try, the largest first; only one if both values were given by the user."""
-    asked = request.max_num_seqs is not None and request.max_num_batched_tokens is not None
-    return STEPS[device][:1] if asked else STEPS[device]
+    both_given = request.max_num_seqs is not None and request.max_num_batched_tokens is not None
+    return STEPS[device][:1] if both_given else STEPS[device]
 
 
 def fit(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) -> tuple[int, int]:
@@ -229,19 +229,19 @@ def fixed_blocks(request: PlanRequest, sizes: Sizes, blocks: int, available: int
     if length > fits or fits == 0:
         length = max(length, 1)
         most = f"at most {fits:,} tokens fit: lower --max-model-len or raise" if fits else "raise"
-        beside = f" beside {offloaded:,} in host memory" if offloaded else ""
+        host_note = f" beside {offloaded:,} in host memory" if offloaded else ""
         raise TooFewBlocksError(
-            f"--num-gpu-blocks-override {blocks}{beside} is too few for a sequence of {length:,} tokens; "
+            f"--num-gpu-blocks-override {blocks}{host_note} is too few for a sequence of {length:,} tokens; "
             f"{most} --num-gpu-blocks-override to at least {sizes.blocks_needed(length) - offloaded:,}"
         )
     fixed = sizes.fixed(length, length > resident)
     need = fixed + (blocks + 1) * sizes.block_bytes
     if need > available:
         room = (available - fixed) // sizes.block_bytes - 1
-        hint = f"lower it to at most {room:,}" if room > 0 else sizes.cure(need - available)
+        hint = f"lower it to at most {room:,}" if room > 0 else sizes.advice(need - available)
         raise PlanError(
             f"--num-gpu-blocks-override {blocks} makes {format_bytes(need)} with weights and workspace but "
-            f"{format_bytes(available)} of device memory is available{sizes.beside}; {hint}"
+            f"{format_bytes(available)} of device memory is available{sizes.beside_note}; {hint}"
         )
     return length, blocks
 
@@ -272,7 +272,7 @@ def check_machine(request: PlanRequest, machine: Machine, sizes: Sizes, availabl
     budget = request.gpu_memory
     if budget is not None and budget > available:
         raise PlanError(
-            f"--gpu-memory is {size_flag(budget)} but {supply(machine, sizes, available)}; "
+            f"--gpu-memory is {size_flag(budget)} but {describe_available(machine, sizes, available)}; "
             f"lower it to at most {size_flag(max(0, available), up=False)}"
         )
 
@@ -282,11 +282,11 @@ def _too_small(
 ) -> str:
     """Return the error for a sequence of `shortest` tokens that does not fit; `most` tokens or `room` blocks do."""
     need = sizes.least(shortest)
-    cure = "" if need > available else f"raise --gpu-memory to at least {size_flag(need)}"
+    advice = "" if need > available else f"raise --gpu-memory to at least {size_flag(need)}"
     if request.gpu_memory is not None:
         against = f"--gpu-memory is {size_flag(request.gpu_memory)}"
     else:
-        against = supply(machine, sizes, available)
+        against = describe_available(machine, sizes, available)
         against += f", of which {CUDA_SHARE:.0%} are planned with" if sizes.device == "cuda" else ""
     if request.max_model_len is not None and most > 0:
         blocks = sizes.blocks_needed(shortest)
@@ -294,22 +294,23 @@ def _too_small(
         return (
             f"--max-model-len {shortest:,} needs {blocks:,} KV blocks ({format_bytes(blocks * sizes.block_bytes)}) and "
             f"{room:,} fit{host}, as {against}; at most {most:,} tokens fit: lower --max-model-len"
-            f"{' or ' + cure if cure else ''}"
+            f"{' or ' + advice if advice else ''}"
         )
     return (
         f"{request.model} needs {format_bytes(sizes.weight_bytes)} of weights + "
         f"{format_bytes(sizes.workspace(shortest).total)} of workspace + {format_bytes(sizes.kv(shortest))} of KV "
-        f"cache for {shortest:,} tokens = {format_bytes(need)} but {against}; {cure or sizes.cure(need - available)}"
+        f"cache for {shortest:,} tokens = {format_bytes(need)} but {against}; "
+        f"{advice or sizes.advice(need - available)}"
     )
 
 
-def supply(machine: Machine, sizes: Sizes, available: int) -> str:
+def describe_available(machine: Machine, sizes: Sizes, available: int) -> str:
     if sizes.device == "cuda":
         card = machine.cuda[0]
         return f"{format_bytes(available)} of the {format_bytes(card.total)} on {card.name} are free"
     limit = " allowed by the cgroup" if machine.memory_limit is not None else ""
     return (f"{format_bytes(available)} of the {format_bytes(machine.memory)} of RAM{limit} are available"
-            f"{sizes.beside}")
+            f"{sizes.beside_note}")
 
 
 def size_flag(count: int, up: bool = True) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from spillover.errors import PlanError
 from spillover.models.config import ModelConfig
-from spillover.plan.fit import CUDA_SHARE, Sizes, longest_allowed, size_flag, step_choices, supply
+from spillover.plan.fit import CUDA_SHARE, Sizes, describe_available, longest_allowed, size_flag, step_choices
 from spillover.plan.hardware import Machine
 from spillover.plan.placement import MANAGED, WeightPlan
 from spillover.plan.predict import predict
@@ -41,7 +41,7 @@ TYPICAL = {
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadProblem:
     """The inputs to the choice of a strategy for a model that does not fit on the device."""
 
     request: PlanRequest
@@ -63,8 +63,8 @@ class Offload:
         if self.device == "cuda":
             return int(CUDA_SHARE * self.machine.cuda[0].free)
         # The host is the same RAM: other weights are read from disk, unless host memory or an offload was requested.
-        beside = self.request.host_memory or (self.shape.weight_bytes if self.request.cpu_offload else 0)
-        return max(0, self.machine.memory_available - beside - self._reserve)
+        reserved = self.request.host_memory or (self.shape.weight_bytes if self.request.cpu_offload else 0)
+        return max(0, self.machine.memory_available - reserved - self._reserve)
 
     @property
     def host_budget(self) -> int:
@@ -98,11 +98,11 @@ class Offload:
         return Strategies(self.units, self.device, self.host_budget, self.request.paged_tokens)
 
     @property
-    def others(self) -> list[Choice]:
+    def alternatives(self) -> list[Choice]:
         """Return the strategies that auto chooses from and errors propose: those that no other one always beats."""
         return [Choice(name) for name in AUTO if self.units.stacks or "experts" not in name]
 
-    def given(self, budget: int) -> Offload:
+    def with_budget(self, budget: int) -> OffloadProblem:
         return replace(self, request=replace(self.request, gpu_memory=budget))
 
     def lengths(self, sizes: Sizes) -> list[int]:
@@ -133,142 +133,143 @@ class Offload:
                     yield sizes, length
 
 
-def plan_weights(ask: Offload) -> tuple[WeightPlan, Sizes]:
+def plan_weights(problem: OffloadProblem) -> tuple[WeightPlan, Sizes]:
     """Return the placement of weights, and the sizes of steps that fit with it. Raises if the budget is too small."""
-    choice = _choice(ask)
-    if ask.request.paged_tokens is not None and not ask.units.stacks:
-        raise PlanError(f"--paged-tokens was given but {ask.request.model} has no experts to page; leave it out")
+    choice = _choice(problem)
+    if problem.request.paged_tokens is not None and not problem.units.stacks:
+        raise PlanError(f"--paged-tokens was given but {problem.request.model} has no experts to page; leave it out")
     if choice is not None:
-        _check(ask, choice)
-        found = _place(ask, choice)
+        _check(problem, choice)
+        found = _place(problem, choice)
         if found is None:
-            raise PlanError(_refusal(ask, choice))
-        _check_card(ask, choice, found[0])
+            raise PlanError(_refusal(problem, choice))
+        _check_card(problem, choice, found[0])
         return found
-    placed = [found for found in (_place(ask, one) for one in ask.others) if found is not None]
+    placed = [found for found in (_place(problem, one) for one in problem.alternatives) if found is not None]
     if not placed:
-        last = _place(ask, Choice(LAST))
+        last = _place(problem, Choice(LAST))
         if last is None:
-            needs = {one: _need(ask, one) for one in (*ask.others, Choice(LAST))}
-            raise PlanError(_refusal(ask, min(needs, key=lambda one: needs[one] or 1 << 62), chosen=False))
+            needs = {one: _need(problem, one) for one in (*problem.alternatives, Choice(LAST))}
+            raise PlanError(_refusal(problem, min(needs, key=lambda one: needs[one] or 1 << 62), chosen=False))
         return last
     if len(placed) == 1:
         return placed[0]
-    rates = ask.rates() or TYPICAL[ask.device]
+    rates = problem.rates() or TYPICAL[problem.device]
 
     def speed(found: tuple[WeightPlan, Sizes]) -> tuple[float, float]:
         plan, sizes = found
-        predicted = predict(plan, ask.units, ask.shape, rates, LENGTHS[-1], sizes.batched_tokens(LENGTHS[-1]))
+        predicted = predict(plan, problem.units, problem.shape, rates, LENGTHS[-1], sizes.batched_tokens(LENGTHS[-1]))
         return predicted.decode_tokens_per_second, predicted.prefill_tokens_per_second
 
     return max(placed, key=speed)
 
 
-def _choice(ask: Offload) -> Choice | None:
+def _choice(problem: OffloadProblem) -> Choice | None:
     """Return the requested strategy; None: choose the fastest."""
-    if ask.request.cpu_offload:
-        return Choice("cpu-offload", ask.request.cpu_offload)
-    name, _, count = ask.request.weights.partition(":")
+    if problem.request.cpu_offload:
+        return Choice("cpu-offload", problem.request.cpu_offload)
+    name, _, count = problem.request.weights.partition(":")
     return None if name == "auto" else Choice(name, int(count or 0))
 
 
-def _check(ask: Offload, choice: Choice) -> None:
-    units, model = ask.units, ask.request.model
+def _check(problem: OffloadProblem, choice: Choice) -> None:
+    units, model = problem.units, problem.request.model
     if choice.name in ("experts", "host-experts") and not units.stacks:
         raise PlanError(f"{choice} was asked for but {model} has no experts; use --weights sequential")
     if choice.name == "host-experts" and choice.count > len(units.stacks):
         raise PlanError(f"{choice} was asked for but {model} has {len(units.stacks)} layers of experts; lower N to at "
                         f"most {len(units.stacks)}")
     if choice.name in MANAGED and units.substitutes:
-        raise PlanError(f"{choice} moves pages and not layers, so that substitutes have none to draft for; use "
+        raise PlanError(f"{choice} moves pages instead of layers, and substitutes draft for streamed layers; use "
                         "--weights sequential")
-    layers = sum(map(units.travelling, units.layers))
+    layers = sum(map(units.moved_bytes, units.layers))
     if choice.name == "cpu-offload" and choice.count > layers:
         raise PlanError(f"{choice} was asked for but the layers of {model} are {format_bytes(layers)}; lower it to at "
                         f"most {_gib_below(layers)}")
 
 
-def _check_card(ask: Offload, choice: Choice, plan: WeightPlan) -> None:
+def _check_card(problem: OffloadProblem, choice: Choice, plan: WeightPlan) -> None:
     """Refuse more managed memory than the card has free, even though only a part of it is on the card at a time."""
-    if not plan.managed_bytes or ask.device != "cuda" or ask.request.uvm_oversubscribe:
+    if not plan.managed_bytes or problem.device != "cuda" or problem.request.uvm_oversubscribe:
         return
-    beside, free = ask.budget - plan.device_bytes, ask.machine.cuda[0].free
-    if plan.managed_bytes + beside > free:
-        cures = [*_instead(ask, choice), "give --uvm-oversubscribe to take that risk"]
-        raise PlanError(f"{ask.request.model} with {choice} takes {format_bytes(plan.managed_bytes)} of managed memory "
-                        f"beside {format_bytes(beside)} of other memory but the card has {format_bytes(free)} free, "
-                        f"and more than that can hang the machine; {' or '.join(cures)}")
+    other_bytes, free = problem.budget - plan.device_bytes, problem.machine.cuda[0].free
+    if plan.managed_bytes + other_bytes > free:
+        advice = [*_other_strategy_advice(problem, choice), "give --uvm-oversubscribe to take that risk"]
+        raise PlanError(f"{problem.request.model} with {choice} takes {format_bytes(plan.managed_bytes)} of managed "
+                        f"memory beside {format_bytes(other_bytes)} of other memory but the card has "
+                        f"{format_bytes(free)} free, and more than that can hang the machine; {' or '.join(advice)}")
 
 
-def _instead(ask: Offload, choice: Choice) -> list[str]:
+def _other_strategy_advice(problem: OffloadProblem, choice: Choice) -> list[str]:
     """Return advice to use another strategy that fits without other changes; empty if there is none."""
-    others = (other for other in (*ask.others, Choice(LAST)) if other.name != choice.name)
-    fitting = next((other for other in others if _place(ask, other) is not None), None)
+    others = (other for other in (*problem.alternatives, Choice(LAST)) if other.name != choice.name)
+    fitting = next((other for other in others if _place(problem, other) is not None), None)
     return [] if fitting is None else [f"use {fitting}, which fits"]
 
 
-def _place(ask: Offload, choice: Choice) -> tuple[WeightPlan, Sizes] | None:
-    for sizes, length in ask.settings():
-        kv = ask.kv(sizes, length)
-        left = ask.budget - sizes.workspace(length).total
+def _place(problem: OffloadProblem, choice: Choice) -> tuple[WeightPlan, Sizes] | None:
+    for sizes, length in problem.settings():
+        kv = problem.kv(sizes, length)
+        left = problem.budget - sizes.workspace(length).total
         room = left - kv
-        least = ask.strategies.place(choice, room)
+        least = problem.strategies.place(choice, room)
         if least is None:
             continue
         most = max(kv, min(left // KV_SHARE, sizes.max_num_seqs * kv))
         # Host experts move in whole layers, too much for a little more KV: KV gets the rest that no layer fits in.
-        fixed = ask.request.num_gpu_blocks_override is not None or choice.name == "host-experts"
-        plan = None if fixed else ask.strategies.place(choice, room - (most - kv))
+        fixed = problem.request.num_gpu_blocks_override is not None or choice.name == "host-experts"
+        plan = None if fixed else problem.strategies.place(choice, room - (most - kv))
         chosen = plan or least
-        return ask.strategies.with_rows(chosen), sizes.changed(weight_bytes=chosen.device_bytes)
+        return problem.strategies.with_rows(chosen), sizes.changed(weight_bytes=chosen.device_bytes)
     return None
 
 
-def _need(ask: Offload, choice: Choice) -> int | None:
+def _need(problem: OffloadProblem, choice: Choice) -> int | None:
     """Return the smallest budget for a strategy; None if no budget is enough, because of host memory."""
-    least = ask.strategies.least(choice)
+    least = problem.strategies.least(choice)
     if least is None:
         return None
-    sizes, length = list(ask.settings())[-1]
-    return least + sizes.workspace(length).total + ask.kv(sizes, length)
+    sizes, length = list(problem.settings())[-1]
+    return least + sizes.workspace(length).total + problem.kv(sizes, length)
 
 
-def _works(ask: Offload, choice: Choice, budget: int) -> bool:
-    return budget <= ask.available and _place(ask.given(budget), choice) is not None
+def _fits_budget(problem: OffloadProblem, choice: Choice, budget: int) -> bool:
+    return budget <= problem.available and _place(problem.with_budget(budget), choice) is not None
 
 
-def _refusal(ask: Offload, choice: Choice, chosen: bool = True) -> str:
+def _refusal(problem: OffloadProblem, choice: Choice, chosen: bool = True) -> str:
     """Return an error message: needed memory, available memory, advice. `chosen`: the user named the strategy."""
-    request = ask.request
-    need = _need(ask, choice)
-    instead = _instead(ask, choice) if chosen else []
+    request = problem.request
+    need = _need(problem, choice)
+    other_advice = _other_strategy_advice(problem, choice) if chosen else []
     if need is None:
-        hosted = (choice.count or len(ask.units.stacks)) * ask.units.layer_record_bytes
+        hosted = (choice.count or len(problem.units.stacks)) * problem.units.layer_record_bytes
         if choice.name in MANAGED:
-            hosted = ask.strategies.managed_bytes
-        cures = instead or (["choose a smaller model"] if hosted > ask.machine.memory_available else
-                            [f"raise --host-memory to at least {size_flag(hosted)}"])
+            hosted = problem.strategies.managed_bytes
+        advice = other_advice or (["choose a smaller model"] if hosted > problem.machine.memory_available else
+                                  [f"raise --host-memory to at least {size_flag(hosted)}"])
         return (f"{request.model} with {choice} keeps {format_bytes(hosted)} of weights in host memory but "
-                f"{format_bytes(ask.host_budget)} of it may be used; {cures[0]}")
-    sizes, length = list(ask.settings())[-1]
-    workspace, kv = sizes.workspace(length).total, ask.kv(sizes, length)
+                f"{format_bytes(problem.host_budget)} of it may be used; {advice[0]}")
+    sizes, length = list(problem.settings())[-1]
+    workspace, kv = sizes.workspace(length).total, problem.kv(sizes, length)
     if request.gpu_memory is not None:
-        against = f"--gpu-memory is {size_flag(ask.budget)}"
+        against = f"--gpu-memory is {size_flag(problem.budget)}"
     else:
-        against = f"{supply(ask.machine, sizes, ask.available)}, of which {format_bytes(ask.budget)} are planned with"
+        against = (f"{describe_available(problem.machine, sizes, problem.available)}, of which "
+                   f"{format_bytes(problem.budget)} are planned with")
     # If blocks can be offloaded to host memory, a smaller budget may be enough with all weights resident.
-    least = min(need, ask.resident_least or need)
+    least = min(need, problem.resident_least or need)
     typed = size_flag(least)
-    works = least <= ask.available if least < need else _works(ask, choice, parse_bytes(typed))
-    cures = [f"raise --gpu-memory to at least {typed}"] if works else []
+    feasible = least <= problem.available if least < need else _fits_budget(problem, choice, parse_bytes(typed))
+    advice = [f"raise --gpu-memory to at least {typed}"] if feasible else []
     if request.max_model_len is not None and request.max_model_len > LENGTHS[-1]:
-        cures.append("lower --max-model-len")
+        advice.append("lower --max-model-len")
     return (
         f"{request.model}{f' with {choice}' if chosen else ''}"
         f"{f' and substitutes in {request.substitutes}' if request.substitutes else ''} needs at least "
         f"{format_bytes(need - workspace - kv)} for weights on the device + {format_bytes(workspace)} of workspace + "
         f"{format_bytes(kv)} of KV cache for {length:,} tokens = {format_bytes(need)} but {against}; "
-        f"{' or '.join(cures + instead) or 'choose a smaller model'}"
+        f"{' or '.join(advice + other_advice) or 'choose a smaller model'}"
     )
 
 

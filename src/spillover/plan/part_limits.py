@@ -41,8 +41,8 @@ class PartLimits:
         add(SAMPLING, rows * shape.vocab_size * size)
         add(NORMS, (2 * layers + 1) * 4 * tokens * hidden * size)  # x and the residual are read and written
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        turned = 2 * (heads + kv_heads) + kv_heads  # heads: queries and keys are read and written, values are read
-        add(ROPE_STORE, layers * tokens * (turned * dim * size + shape.kv_layer_bytes))
+        rotated = 2 * (heads + kv_heads) + kv_heads  # heads: queries and keys are read and written, values are read
+        add(ROPE_STORE, layers * tokens * (rotated * dim * size + shape.kv_layer_bytes))
         for window, count in shape.windows:
             for new, context in batch:
                 cached = context if window is None else min(context, window - 1)

@@ -27,7 +27,7 @@ from spillover.plan.fit import (
     step_choices,
 )
 from spillover.plan.hardware import Machine
-from spillover.plan.offload import LENGTHS, Offload, plan_weights
+from spillover.plan.offload import LENGTHS, OffloadProblem, plan_weights
 from spillover.plan.placement import WeightPlan
 from spillover.plan.predict import predict
 from spillover.plan.rates import Rates
@@ -159,7 +159,7 @@ def make_plan(
 ) -> Plan:
     """Make a plan. `measure`: measures the device; called only for a model that does not fit, without given rates.
     `substitutes`: specs of the rounded copies of layers, if the request has substitutes."""
-    device, dtype = where(request, config, machine)
+    device, dtype = device_and_dtype(request, config, machine)
     from spillover.kernels.native import panel_width  # imported here, as reading a plan does not need torch
 
     # Without the native kernels, which are for float32 on a CPU, attention needs memory for scores.
@@ -187,15 +187,15 @@ def make_plan(
     if resident is None:
         measured = functools.cache(lambda: rates if rates is not None or measure is None else measure(device))
         length = request.max_model_len or min(longest_allowed(request, sizes), LENGTHS[-1])
-        ask = Offload(request, config, shape, units, machine, device, native,
-                      measured, least_resident(request, sizes, length), draft_scratch)
-        placement, sizes = plan_weights(ask)
+        problem = OffloadProblem(request, config, shape, units, machine, device, native,
+                                 measured, least_resident(request, sizes, length), draft_scratch)
+        placement, sizes = plan_weights(problem)
         tiers = plan_tiers(_left_for_kv(request, placement, slot_bytes), request.host_pool, request.disks,
                            request.remote, slot_bytes, device)
         sizes.host_bytes = host_bytes(tiers, slot_bytes, request.spill)
         if device == "cpu":
             available = machine.memory_available - sizes.host_bytes - placement.host_bytes
-        max_model_len, num_blocks = _blocks(replace(request, gpu_memory=ask.budget), sizes, machine, available)
+        max_model_len, num_blocks = _blocks(replace(request, gpu_memory=problem.budget), sizes, machine, available)
     else:
         sizes, max_model_len, num_blocks = resident
     check_streams(request, placement, device)
@@ -236,7 +236,7 @@ def make_plan(
     return plan if found is None else _with_predicted(plan, config, specs, found)
 
 
-def where(request: PlanRequest, config: ModelConfig, machine: Machine) -> tuple[str, str]:
+def device_and_dtype(request: PlanRequest, config: ModelConfig, machine: Machine) -> tuple[str, str]:
     """Return (device, compute type)."""
     device = _device(request, machine)
     return device, _dtype(request, config, device)

@@ -97,16 +97,16 @@ def _moves(plan: WeightPlan, units: Units, shape: ModelShape, hit: float, tokens
         count = float(units.records[part]) * (2 if units.tied and part == "embed" else 1)
         streamed += count
         disk += count if part in plan.disk_parts else 0
-    asked = shape.distinct_experts(tokens) * units.record_bytes
+    requested = shape.distinct_experts(tokens) * units.record_bytes
     for layer, where in plan.experts.items():
         if where == "streamed":
             count = units.layer_record_bytes
             streamed += count
         elif where in SLOTTED or where == "managed":
-            count = asked * (1 - hit)
+            count = requested * (1 - hit)
             missed += count
         elif where == "host":
-            count = asked
+            count = requested
             # A step that is too long for the host streams them to a GPU; a CPU computes with them in place.
             if tokens <= plan.paged_tokens or rates.device == "cpu":
                 hosted += count

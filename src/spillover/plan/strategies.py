@@ -48,7 +48,7 @@ class Strategies:
         self.paged_tokens = paged_tokens
 
     def place(self, choice: Choice, room: int) -> WeightPlan | None:
-        plan = self._placed(choice, room)
+        plan = self._place_on_device(choice, room)
         return None if plan is None else self._with_host_and_disk(self._with_tokens(plan))
 
     def least(self, choice: Choice) -> int | None:
@@ -57,53 +57,54 @@ class Strategies:
             most = self.host_budget // max(1, self.units.layer_record_bytes)
             if choice.count > most:
                 return None
-            return self._hosted(choice.count or min(most, len(self.units.stacks)), self._least_transit).device_bytes
+            hosted = choice.count or min(most, len(self.units.stacks))
+            return self._hosted_plan(hosted, self._least_transit).device_bytes
         if choice.name == "cpu-offload":
-            return self._offloaded(choice.count).device_bytes
+            return self._offloaded_plan(choice.count).device_bytes
         if choice.name in MANAGED:
-            least = min(self._whole, self._least_pages(choice.name))
+            least = min(self._total_bytes, self._least_page_bytes(choice.name))
             return least if self.managed_bytes <= self.host_budget else None
-        return min(self._whole, *(build(0).device_bytes for build in self._builders(choice.name)))
+        return min(self._total_bytes, *(build(0).device_bytes for build in self._builders(choice.name)))
 
-    def _placed(self, choice: Choice, room: int) -> WeightPlan | None:
+    def _place_on_device(self, choice: Choice, room: int) -> WeightPlan | None:
         units = self.units
-        if self._whole <= room and not choice.count:  # everything fits
-            return self._sized(WeightPlan(choice.name, dict.fromkeys(units.parts, "resident"),
-                                          dict.fromkeys(units.stacks, "resident")))
+        if self._total_bytes <= room and not choice.count:  # everything fits
+            return self._with_sizes(WeightPlan(choice.name, dict.fromkeys(units.parts, "resident"),
+                                               dict.fromkeys(units.stacks, "resident")))
         if choice.name == "host-experts":
-            return self._host(room, choice.count)
+            return self._fewest_hosted(room, choice.count)
         if choice.name == "cpu-offload":
-            plan = self._offloaded(choice.count)
+            plan = self._offloaded_plan(choice.count)
             return plan if plan.device_bytes <= room else None
         if choice.name in MANAGED:
-            return self._managed(choice.name, room)
+            return self._managed_plan(choice.name, room)
         build = next((one for one in self._builders(choice.name) if one(0).device_bytes <= room), None)
         if build is None:
             return None
-        plan = build(self._most(build, room))
-        return self._grown(plan, room) if plan.quota else plan
+        plan = build(self._max_resident_layers(build, room))
+        return self._with_slots(plan, room) if plan.quota else plan
 
     @property
     def managed_bytes(self) -> int:
         """Return the bytes of all weights in whole pages; no two units share a page."""
-        return sum(map(self._pages, self.units.parts))
+        return sum(map(self._page_bytes, self.units.parts))
 
-    def _managed(self, strategy: str, room: int) -> WeightPlan | None:
+    def _managed_plan(self, strategy: str, room: int) -> WeightPlan | None:
         """Put all weights into managed memory, whose home is the host; its pages may use all of the room."""
         units, total = self.units, self.managed_bytes
-        if room < self._least_pages(strategy) or total > self.host_budget:
+        if room < self._least_page_bytes(strategy) or total > self.host_budget:
             return None
         page = managed_page(self.device)
         return WeightPlan(strategy, dict.fromkeys(units.parts, "managed"), dict.fromkeys(units.stacks, "managed"),
                           record_bytes=units.record_bytes, device_bytes=min(total, room // page * page),
                           host_bytes=total, managed_bytes=total)
 
-    def _least_pages(self, strategy: str) -> int:
+    def _least_page_bytes(self, strategy: str) -> int:
         """Return the least room for pages: the largest part with its experts; twice that if parts are prefetched."""
-        largest_part = max(map(self._pages, self.units.parts))
+        largest_part = max(map(self._page_bytes, self.units.parts))
         return min(self.managed_bytes, largest_part * (2 if strategy == "uvm-prefetch" else 1))
 
-    def _pages(self, part: str) -> int:
+    def _page_bytes(self, part: str) -> int:
         """Return the bytes of the pages of a part and its experts."""
         units, page = self.units, managed_page(self.device)
         count = units.num_experts if part_layer(part) in units.stacks else 0
@@ -124,75 +125,75 @@ class Strategies:
                 ring = 2 if ahead else 1
                 if slots:
                     experts = dict.fromkeys(units.stacks, "paged" if strategy == "experts" else strategy)
-                    return self._sized(WeightPlan(strategy, parts, experts, ring=ring, transit=LEAST_TRANSIT,
-                                                  quota=self._least_quota(self._tokens_in_slots(strategy))))
+                    return self._with_sizes(WeightPlan(strategy, parts, experts, ring=ring, transit=LEAST_TRANSIT,
+                                                       quota=self._least_quota(self._tokens_in_slots(strategy))))
                 experts = {layer: "resident" if parts[f"layers.{layer}"] == "resident" else "streamed"
                            for layer in units.stacks}
-                return self._sized(WeightPlan(strategy, parts, experts, ring=ring))
+                return self._with_sizes(WeightPlan(strategy, parts, experts, ring=ring))
 
             return build
 
         # Substitutes draft with the model's own embedding and head, which must be resident.
         return [builder(ends) for ends in (_ENDS[:1] if units.substitutes else _ENDS)]
 
-    def _most(self, build: Callable[[int], WeightPlan], room: int) -> int:
+    def _max_resident_layers(self, build: Callable[[int], WeightPlan], room: int) -> int:
         """Return the number of layers that can be resident. All may fit where one less does not: they need no ring."""
         count = len(self.units.layers)
         if build(count).device_bytes <= room:
             return count
         return largest(lambda resident: build(resident).device_bytes <= room, count - 1)
 
-    def _grown(self, plan: WeightPlan, room: int) -> WeightPlan:
+    def _with_slots(self, plan: WeightPlan, room: int) -> WeightPlan:
         """Add as many slots as fit, the same number for each layer, and stream buffers as a share of them."""
         layers = len(plan.slot_layers)
         slots = (room - plan.device_bytes) // plan.record_bytes + plan.slots
         transit = min(self._transit, max(LEAST_TRANSIT, slots // TRANSIT_SHARE), slots - plan.quota * layers)
         quota = min(self.units.num_experts, (slots - transit) // layers)
-        return self._sized(replace(plan, quota=quota, transit=transit))
+        return self._with_sizes(replace(plan, quota=quota, transit=transit))
 
-    def _host(self, room: int, count: int) -> WeightPlan | None:
+    def _fewest_hosted(self, room: int, count: int) -> WeightPlan | None:
         """Return the plan with the fewest layers on the host that fits, or with the given number of layers."""
         counts = [count] if count else range(len(self.units.stacks) + 1)
         for hosted in counts:
             for transit in dict.fromkeys((self._transit if self._least_transit else 0, self._least_transit)):
-                plan = self._hosted(hosted, transit)
+                plan = self._hosted_plan(hosted, transit)
                 if plan.device_bytes <= room:
                     # The host computes from memory, so that these weights cannot be on disk.
                     return plan if hosted * self.units.layer_record_bytes <= self.host_budget else None
         return None
 
-    def _hosted(self, hosted: int, transit: int) -> WeightPlan:
+    def _hosted_plan(self, hosted: int, transit: int) -> WeightPlan:
         """Keep all but the experts of the first layers, which the host computes, or a GPU streams in long steps."""
         experts = {layer: "host" if index < hosted else "resident" for index, layer in enumerate(self.units.stacks)}
         parts = dict.fromkeys(self.units.parts, "resident")
-        return self._sized(WeightPlan("host-experts", parts, experts, transit=transit if hosted else 0))
+        return self._with_sizes(WeightPlan("host-experts", parts, experts, transit=transit if hosted else 0))
 
-    def _offloaded(self, count: int) -> WeightPlan:
+    def _offloaded_plan(self, count: int) -> WeightPlan:
         """Keep at least `count` bytes on the host: whole layers from the first on, each copied when it is used."""
-        units, away, gone = self.units, set[str](), 0
+        units, offloaded, offloaded_bytes = self.units, set[str](), 0
         for part in units.layers:
-            if gone < count:
-                away.add(part)
-                gone += units.travelling(part)
-        parts = self._parts([part for part in units.parts if part not in away], "demand")
-        experts = {layer: "streamed" if f"layers.{layer}" in away else "resident" for layer in units.stacks}
-        return self._sized(WeightPlan("cpu-offload", parts, experts, ring=1))
+            if offloaded_bytes < count:
+                offloaded.add(part)
+                offloaded_bytes += units.moved_bytes(part)
+        parts = self._parts([part for part in units.parts if part not in offloaded], "demand")
+        experts = {layer: "streamed" if f"layers.{layer}" in offloaded else "resident" for layer in units.stacks}
+        return self._with_sizes(WeightPlan("cpu-offload", parts, experts, ring=1))
 
-    def _parts(self, resident: Iterable[str], how: str) -> dict[str, str]:
-        stay = set(resident)
-        return {part: "resident" if part in stay else how for part in self.units.parts}
+    def _parts(self, resident: Iterable[str], otherwise: str) -> dict[str, str]:
+        resident_parts = set(resident)
+        return {part: "resident" if part in resident_parts else otherwise for part in self.units.parts}
 
-    def _sized(self, plan: WeightPlan) -> WeightPlan:
+    def _with_sizes(self, plan: WeightPlan) -> WeightPlan:
         """Return the plan with its sizes on the device."""
         units = self.units
         moved = [part for part, where in plan.parts.items() if where != "resident"]
         with_experts = "streamed" in plan.experts.values()
-        largest_part = max((units.travelling(part) if with_experts else units.records[part] for part in moved),
+        largest_part = max((units.moved_bytes(part) if with_experts else units.records[part] for part in moved),
                            default=0)
         ring = plan.ring if moved else 0
         staying = sum(count for part, count in units.parts.items() if plan.parts[part] == "resident")
         staying += sum(count for layer, count in units.stacks.items() if plan.experts[layer] == "resident")
-        tables = self._tables if plan.slots or "host" in plan.experts.values() else 0
+        tables = self._table_bytes if plan.slots or "host" in plan.experts.values() else 0
         # If every layer is resident, all of them have copies that draft.
         copies = sum(count for part, count in units.substitutes.items() if part in moved or not moved)
         return replace(
@@ -229,10 +230,10 @@ class Strategies:
             return plan
         units = self.units
         held: list[tuple[str, int, int]] = []  # (part, layer of its experts or -1, bytes); last to disk first
-        away = [part for part, where in plan.parts.items() if where != "resident"]
-        held += [(part, -1, units.records[part]) for part in away if part_layer(part) < 0]
+        offloaded = [part for part, where in plan.parts.items() if where != "resident"]
+        held += [(part, -1, units.records[part]) for part in offloaded if part_layer(part) < 0]
         for part in units.layers:
-            if part in away:
+            if part in offloaded:
                 held.append((part, -1, units.records[part]))
             layer = part_layer(part)
             if plan.experts.get(layer, "resident") != "resident":
@@ -256,27 +257,27 @@ class Strategies:
         rows = []
         for kind, named in kinds.items():
             parts = [part for part in named if part in units.parts]
-            away = [part for part in parts if plan.parts[part] != "resident"]
-            disk = sum(units.records[part] for part in away if part in plan.disk_parts)
+            offloaded = [part for part in parts if plan.parts[part] != "resident"]
+            disk = sum(units.records[part] for part in offloaded if part in plan.disk_parts)
             rows.append(UnitBytes(kind, _counted([plan.parts[part] for part in parts]),
-                                  sum(units.parts[part] for part in parts if part not in away),
-                                  sum(units.records[part] for part in away) - disk, disk))
+                                  sum(units.parts[part] for part in parts if part not in offloaded),
+                                  sum(units.records[part] for part in offloaded) - disk, disk))
             if kind == "layers" and units.stacks:
                 rows.append(self._expert_row(plan))
         if plan.substitute_bytes:
             streamed = sum(plan.parts[part] != "resident" for part in units.layers)
-            whose = f"of {streamed or len(units.layers)} layers"
+            scope = f"of {streamed or len(units.layers)} layers"
             if not streamed and len(units.substitutes) > len(units.layers):
-                whose += " and the head"
-            rows.append(UnitBytes("substitutes", whose, plan.substitute_bytes))
+                scope += " and the head"
+            rows.append(UnitBytes("substitutes", scope, plan.substitute_bytes))
         if plan.transit:
             rows.append(UnitBytes("transit", f"{plan.transit} slots", plan.transit * plan.record_bytes))
         if plan.ring:
             rows.append(UnitBytes("ring", f"{plan.ring} buffer{'s' * (plan.ring > 1)}", plan.ring * plan.ring_bytes))
         if plan.managed_bytes:
             padding = plan.host_bytes - sum(row.host for row in rows)
-            there = "on the device" if self.device == "cuda" else "mapped (emulated)"
-            rows.append(UnitBytes("pages", f"{there}; padding", plan.device_bytes, padding))
+            place = "on the device" if self.device == "cuda" else "mapped (emulated)"
+            rows.append(UnitBytes("pages", f"{place}; padding", plan.device_bytes, padding))
         rest = plan.device_bytes - sum(row.device for row in rows)
         return replace(plan, rows=(*rows, UnitBytes("tables", "of slots", rest)) if rest else tuple(rows))
 
@@ -284,13 +285,13 @@ class Strategies:
         units = self.units
         staying = sum(count for layer, count in units.stacks.items() if plan.experts[layer] == "resident")
         slots = plan.quota * len(plan.slot_layers)
-        away = sum(where != "resident" for where in plan.experts.values())
+        offloaded = sum(where != "resident" for where in plan.experts.values())
         disk = len(plan.disk_experts) * units.layer_record_bytes
         place = _counted(list(plan.experts.values()))
         if slots:
             place += f": {plan.quota} slots each for {units.num_experts} experts"
         return UnitBytes("experts", place, staying + slots * units.record_bytes,
-                         away * units.layer_record_bytes - disk, disk)
+                         offloaded * units.layer_record_bytes - disk, disk)
 
     def _least_quota(self, tokens: int) -> int:
         """Return the minimum slots of a layer for steps of n tokens."""
@@ -307,7 +308,7 @@ class Strategies:
         return min(self.units.num_experts, tokens * self.units.experts_per_token + 1)
 
     @property
-    def _whole(self) -> int:
+    def _total_bytes(self) -> int:
         """Return the bytes of all weights on the device, including substitutes of all layers if there are any."""
         return self.units.total + sum(self.units.substitutes.values())
 
@@ -323,7 +324,7 @@ class Strategies:
         return max(LEAST_TRANSIT, min(3 * group, self.units.num_experts))
 
     @property
-    def _tables(self) -> int:
+    def _table_bytes(self) -> int:
         """Return the bytes of the device's tables about slots: each expert's slot, worth and last use."""
         return 4096 + 32 * len(self.units.stacks) * (self.units.num_experts + 2) if self.units.stacks else 0
 

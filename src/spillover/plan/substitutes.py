@@ -15,7 +15,7 @@ from spillover.plan.shapes import ModelShape
 from spillover.plan.units import Units
 
 ACCEPTED = 0.5  # share of draft tokens assumed to be accepted for predictions; the true one depends on model and text
-INSTEAD = "use --speculative-method ngram or suffix"
+ALTERNATIVE = "use --speculative-method ngram or suffix"
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ def substitute_plan(request: PlanRequest, placement: WeightPlan | None, units: U
     """Return the plan of substitutes; None if none are requested. `placement`: None if all weights are resident."""
     if request.substitutes is None:
         return None
-    away = [part for part in units.layers if placement is not None and placement.parts[part] != "resident"]
-    copied = away or list(units.substitutes)
+    streamed = [part for part in units.layers if placement is not None and placement.parts[part] != "resident"]
+    copied = streamed or list(units.substitutes)
     nbytes = sum(units.substitutes[part] for part in copied)
-    found = SubstitutePlan(request.substitutes, len(away or units.layers), nbytes, request.draft_tokens,
-                           sum(units.records[part] for part in away), len(copied) > len(away or units.layers))
+    found = SubstitutePlan(request.substitutes, len(streamed or units.layers), nbytes, request.draft_tokens,
+                           sum(units.records[part] for part in streamed), len(copied) > len(streamed or units.layers))
     if rates is None:
         return found
     context = min(CONTEXT, max_model_len - 1)
@@ -70,15 +70,15 @@ def check_model(request: PlanRequest, units: Units) -> None:
         return
     if units.stacks:
         raise PlanError(f"substitutes are rounded copies of whole layers, and those of {request.model} have experts, "
-                        f"each of which is fetched by itself; {INSTEAD}")
+                        f"each of which is fetched by itself; {ALTERNATIVE}")
     larger = next((part for part in units.layers if 4 * units.substitutes[part] > 3 * units.parts[part]), None)
     if larger is not None:
         raise PlanError(f"substitutes in {request.substitutes} would be no smaller than three quarters of the weights "
-                        f"of {request.model} themselves, which are in few bits already; {INSTEAD}")
+                        f"of {request.model} themselves, which are in few bits already; {ALTERNATIVE}")
 
 
 def check_streams(request: PlanRequest, placement: WeightPlan | None, device: str) -> None:
     """Refuse substitutes on a GPU that holds all weights: nothing is streamed, so a copy saves nothing."""
     if request.substitutes is not None and device == "cuda" and (placement is None or placement.is_resident):
         raise PlanError(f"substitutes draft for layers that stream, and all weights of {request.model} stay on the "
-                        f"device; {INSTEAD}, or give less --gpu-memory")
+                        f"device; {ALTERNATIVE}, or give less --gpu-memory")

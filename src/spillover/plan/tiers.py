@@ -144,7 +144,7 @@ def _check_usable(path: Path) -> None:
     folder = _existing(path)
     reason = None
     if folder != path and os.path.lexists(folder / path.relative_to(folder).parts[0]):
-        reason = "it is, or lies in, a file"
+        reason = "it is a file, or inside a file"
     elif not os.access(folder, os.W_OK | os.X_OK) and (folder != path or not any(path.iterdir())):
         reason = f"this user may not write to {folder}"
     if reason is not None:

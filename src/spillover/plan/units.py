@@ -38,7 +38,7 @@ class Units:
     def total(self) -> int:
         return sum(self.parts.values()) + sum(self.stacks.values())
 
-    def travelling(self, part: str) -> int:
+    def moved_bytes(self, part: str) -> int:
         """Return the bytes to move a part together with its experts."""
         return self.records[part] + (self.layer_record_bytes if part_layer(part) in self.stacks else 0)
 

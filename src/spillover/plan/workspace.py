@@ -136,8 +136,8 @@ def _row_bytes(config: ModelConfig, dtype: str, native: bool) -> int:
     hidden = config.hidden_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = heads + 2 * kv_heads
-    turned = 0 if native and not config.qk_norm else heads + kv_heads  # q and k, unless rotated in place
-    attention = 2 * hidden + qkv + turned + heads + hidden
+    rotated = 0 if native and not config.qk_norm else heads + kv_heads  # q and k, unless rotated in place
+    attention = 2 * hidden + qkv + rotated + heads + hidden
     inner = config.intermediate_size
     dense = 3 * hidden + 3 * inner
     # All tokens may use one expert: gathered rows, its two products, its output before and after weighting.

@@ -106,7 +106,7 @@ class LLMBackend(EngineBackend):
     def _alive(self) -> LLM:
         llm = self._llm()
         if llm is None:
-            raise ProgramError("the LLM of this program is gone; keep it while the program runs")
+            raise ProgramError("the LLM of this program no longer exists; keep a reference to it during the run")
         return llm
 
 
@@ -139,19 +139,19 @@ class AsyncLLMBackend(EngineBackend):
                 return [output async for output in outputs][-1]
 
         async def ask() -> list[RequestOutput]:
-            asked = [asyncio.ensure_future(last(ids)) for ids in prompts]
+            tasks = [asyncio.ensure_future(last(ids)) for ids in prompts]
             try:
-                return await asyncio.gather(*asked)
+                return await asyncio.gather(*tasks)
             finally:
-                for task in asked:
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*asked, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
         return [_score(output, start) for output in self._result(ask(), lifetime)]
 
-    def _result(self, asked: Coroutine[Any, Any, Result], lifetime: Lifetime) -> Result:
+    def _result(self, work: Coroutine[Any, Any, Result], lifetime: Lifetime) -> Result:
         """Wait for a coroutine on the event loop, in another thread than the loop's."""
-        future = asyncio.run_coroutine_threadsafe(asked, self.loop)
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             with lifetime.closing(future.cancel):
                 return future.result(lifetime.remaining())
@@ -164,7 +164,7 @@ class AsyncLLMBackend(EngineBackend):
     def _alive(self) -> AsyncLLM:
         llm = self._llm()
         if llm is None:
-            raise ProgramError("the AsyncLLM of this program is gone; keep it while the program runs")
+            raise ProgramError("the AsyncLLM of this program no longer exists; keep a reference to it during the run")
         return llm
 
 

@@ -112,7 +112,7 @@ def spoken(role: Role, text: str | Expression) -> Spoken:
         if isinstance(part, Spoken):
             raise ProgramError(f"{role}(...) holds a message of its own, {part.role}(...); messages follow each other")
         if role != "assistant" and not isinstance(part, Text):
-            raise ProgramError(f"{type(part).__name__.lower()} stands in assistant(...), not in {role}(...): a chat "
+            raise ProgramError(f"{type(part).__name__.lower()} belongs in assistant(...), not in {role}(...): a chat "
                                "template lets the model write as the assistant only")
     return Spoken(role, parts)
 

@@ -47,12 +47,12 @@ class HttpBackend:
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._closed = False
-        served = ServedModel.ask(self._url, model, api_key)
+        served = ServedModel.connect(self._url, model, api_key)
         self.name = f"{served.name} at {self._url}"
         self.gate = PrefixGate(block_size)
         self._model = served.name
         own = served.tokenizer if isinstance(served.tokenizer, ServerTokenizer) else None
-        self._tokenizer = None if own is None else own.asked_by(self)
+        self._tokenizer = None if own is None else own.for_server(self)
         self.tokenizes = self._tokenizer is not None
         self._here = self._local_tokenizer() if self.tokenizes else None
         self._encoded = functools.lru_cache(KEPT_TEXTS)(self._encode)
@@ -94,8 +94,8 @@ class HttpBackend:
     def _local_tokenizer(self) -> Tokenizer | None:
         """Return the server's tokenizer loaded from local disk; None if it does not exist or gives other tokens."""
         try:
-            told = json.loads(b"".join(self._pieces("/kv/info", None, Lifetime(SHORT_SECONDS))))
-            path, digest, template = told["tokenizer"], told["tokenizer_digest"], told["chat_template"]
+            info = json.loads(b"".join(self._pieces("/kv/info", None, Lifetime(SHORT_SECONDS))))
+            path, digest, template = info["tokenizer"], info["tokenizer_digest"], info["chat_template"]
             if path is None or not Path(path).exists():
                 return None
             from spillover.models.tokenizer import load_tokenizer
@@ -143,14 +143,14 @@ class HttpBackend:
                 "logprobs": 1, "prompt_logprobs_start": start, "add_special_tokens": False}
         answer = json.loads(b"".join(self._pieces("/v1/completions", body, lifetime)))
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        told = [(choice.get("logprobs") or {}).get("token_logprobs") or [] for choice in choices]
-        if len(told) != len(prompts) or any(len(row) < len(ids) for row, ids in zip(told, prompts, strict=True)):
+        rows = [(choice.get("logprobs") or {}).get("token_logprobs") or [] for choice in choices]
+        if len(rows) != len(prompts) or any(len(row) < len(ids) for row, ids in zip(rows, prompts, strict=True)):
             raise ProgramError(f"{self.name} gives no log probabilities of a prompt's tokens (echo with logprobs in "
                                "/v1/completions), which select needs; spillover, vLLM and SGLang do")
         counts = _counts(answer, sum(map(len, prompts)))
         each = [TokenCounts()] * (len(prompts) - 1)  # the server's counts are for all prompts together
         return [Score([float(value) for value in row[start:len(ids)]], count)
-                for row, ids, count in zip(told, prompts, [counts, *each], strict=True)]
+                for row, ids, count in zip(rows, prompts, [counts, *each], strict=True)]
 
     def close(self) -> None:
         """Close idle connections."""
@@ -177,7 +177,7 @@ class HttpBackend:
             connection, used = self._connection(lifetime)
             kept = False
             try:
-                with lifetime.closing(functools.partial(_shut, connection)):
+                with lifetime.closing(functools.partial(_close, connection)):
                     if connection.sock is None:
                         connection.connect()
                     lifetime.remaining()  # a cancellation before the socket existed could not shut it down
@@ -251,7 +251,7 @@ class _Growing:
 
     def answer(self, name: str) -> Answer:
         if self._finish is None:
-            raise ProgramError(f"{name} ended its answer in the middle")
+            raise ProgramError(f"{name} ended the stream before the answer was complete")
         return Answer("".join(self._text), self._ids, self._finish, self._stop, self._counts)
 
 
@@ -285,13 +285,13 @@ def _counts(answer: Mapping[str, Any], prompt_tokens: int) -> TokenCounts:
 def _refusal(name: str, response: http.client.HTTPResponse) -> str:
     content = response.read(65536)
     try:
-        said = json.loads(content)["error"]["message"]
+        message = json.loads(content)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        said = content[:200].decode(errors="replace").strip()
-    return f"{name} answered {response.status}: {said}"
+        message = content[:200].decode(errors="replace").strip()
+    return f"{name} answered {response.status}: {message}"
 
 
-def _shut(connection: http.client.HTTPConnection) -> None:
+def _close(connection: http.client.HTTPConnection) -> None:
     """Shut the socket down, which wakes the thread that reads from it."""
     if connection.sock is not None:
         with contextlib.suppress(OSError):

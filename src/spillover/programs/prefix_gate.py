@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from spillover.programs.lifetime import Lifetime
 
 MOST_BLOCKS = 1 << 16  # maximum number remembered, least recently used forgotten first
-LOOK_SECONDS = 0.2  # between two checks whether the run was cancelled
+CANCEL_CHECK_SECONDS = 0.2  # between two checks whether the run was cancelled
 
 
 class PrefixGate:
@@ -46,7 +46,7 @@ class PrefixGate:
                 warm = self._warm(blocks)
                 if warm >= reusable or blocks[warm] not in self._computing:
                     break
-                self._changed.wait(min(LOOK_SECONDS, lifetime.remaining()))
+                self._changed.wait(min(CANCEL_CHECK_SECONDS, lifetime.remaining()))
             lifetime.remaining()
             own = [block for block in blocks[warm:] if block not in self._computing]
             self._computing.update(own)
@@ -56,13 +56,13 @@ class PrefixGate:
             nonlocal done
             if not done:
                 done = True
-                self._settle(own, blocks)
+                self._finish(own, blocks)
 
         try:
             yield computed
         finally:
             if not done:
-                self._settle(own, [])
+                self._finish(own, [])
 
     def note(self, ids: Sequence[int]) -> None:
         """Record that the KV of these tokens is cached: a prompt and its answer without the last token."""
@@ -75,7 +75,7 @@ class PrefixGate:
         with self._changed:
             self._ready.clear()
 
-    def _settle(self, own: Sequence[int], ready: Sequence[int]) -> None:
+    def _finish(self, own: Sequence[int], ready: Sequence[int]) -> None:
         with self._changed:
             self._computing.difference_update(own)
             self._remember(ready)

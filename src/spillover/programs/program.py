@@ -209,7 +209,7 @@ def _in_batch(error: BaseException, index: int, name: str) -> BaseException:
     if not isinstance(error, SpilloverError):
         error.add_note(f"in item {index} of a batch of {name}")
         return error
-    told = ProgramError(f"item {index} of the batch: {error}")
-    told.branch = getattr(error, "branch", None)
-    told.__cause__ = error
-    return told
+    item_error = ProgramError(f"item {index} of the batch: {error}")
+    item_error.branch = getattr(error, "branch", None)
+    item_error.__cause__ = error
+    return item_error

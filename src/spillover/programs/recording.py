@@ -31,7 +31,7 @@ class RecordingBackend:
         self.inner = inner
         self.name = inner.name
         self.gate = inner.gate
-        self.asked: list[RecordedRequest] = []  # in the order in which they began
+        self.requests: list[RecordedRequest] = []  # in the order in which they began
         self.open = 0  # number of unfinished requests
         self.counts = TokenCounts()
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class RecordingBackend:
         self._count(answer.counts)
         note.generated = list(answer.token_ids or ())
         with self._lock:
-            note.begun_before_its_end = len(self.asked)
+            note.begun_before_its_end = len(self.requests)
         return answer
 
     def score(self, prompts: Sequence[list[int]], start: int, lifetime: Lifetime) -> list[Score]:
@@ -75,7 +75,7 @@ class RecordingBackend:
     def _begin(self, ids: list[int], usable: int) -> RecordedRequest:
         note = RecordedRequest(list(ids), usable, [])
         with self._lock:
-            self.asked.append(note)
+            self.requests.append(note)
             self.open += 1
         return note
 
@@ -88,14 +88,14 @@ class RecordingBackend:
             self.open -= count
 
 
-def findable(asked: Sequence[RecordedRequest], block_size: int, settled: bool = False) -> int:
+def findable(requests: Sequence[RecordedRequest], block_size: int, settled: bool = False) -> int:
     """Return the prompt tokens that these requests, run one after another, would find in an unlimited cache. `settled`:
     count generated tokens only if their request had finished by then."""
     known: set[tuple[int, ...]] = set()
     found = 0
-    for place, each in enumerate(asked):
-        for before in asked[:place] if settled else ():
-            if before.begun_before_its_end <= place:
+    for index, each in enumerate(requests):
+        for before in requests[:index] if settled else ():
+            if before.begun_before_its_end <= index:
                 known.update(_blocks([*before.ids, *before.generated[:-1]], block_size))
         usable = each.usable // block_size
         found += block_size * next(

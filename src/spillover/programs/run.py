@@ -40,7 +40,7 @@ class Run:
         self.main = State(self, "main", Context(backend))
         self._chunks = chunks
         self._states = [self.main]
-        self._given: list[ProgramError] = []
+        self._seen_errors: list[ProgramError] = []
         self._threads = 0
         self._idle = threading.Condition()
 
@@ -64,12 +64,12 @@ class Run:
 
     def finish(self) -> None:
         """Wait for all branches; raise the first error that the program has not seen."""
-        given = list(self._given)
+        seen = list(self._seen_errors)
         for state in self._states:
             try:
                 state.sync()
             except ProgramError as error:
-                if not any(error is one for one in given):
+                if not any(error is one for one in seen):
                     raise
 
     def check_open(self) -> None:
@@ -82,9 +82,9 @@ class Run:
 
     def seen(self, error: ProgramError) -> None:
         """Record that the program has seen this error."""
-        self._given.append(error)
+        self._seen_errors.append(error)
 
-    def tell(self, branch: str, name: str | None, text: str) -> None:
+    def emit(self, branch: str, name: str | None, text: str) -> None:
         if self._chunks is not None and text:
             self._chunks.put(Chunk(branch, name, text))
 

@@ -33,7 +33,7 @@ class Task:
 
     work: Callable[[], Any]
     name: str | None = None
-    asks: bool = True  # whether it sends a request, or others wait for it
+    urgent: bool = True  # whether it sends a request, or others wait for it
     fresh: int = 0  # number of characters of fixed text that may be prefilled ahead
     done: threading.Event = field(default_factory=threading.Event)
     value: Any = None
@@ -140,22 +140,22 @@ class State:
     def tokens_by_source(self) -> TokenCounts:
         """Return the prompt tokens of all requests of this branch and its forks by where their KV came from; for
         branches that failed, those of the requests before."""
-        self._settle()
+        self._wait_all()
         return sum((branch.tokens_by_source() for branch in self._branches), self._counts)
 
     @property
     def rebuilds(self) -> int:
         """Return how often the chat template did not extend the previous rendering, here and in the forks."""
-        self._settle()
+        self._wait_all()
         return self._context.rebuilds + sum(branch.rebuilds for branch in self._branches)
 
     def sync(self) -> None:
         """Wait until all tasks so far are done; raise the error of a failed one."""
-        last = self._settle()
+        last = self._wait_all()
         if last is not None:
             self._wait(last)
 
-    def _settle(self) -> Task | None:
+    def _wait_all(self) -> Task | None:
         """Wait until all tasks so far are done or have failed; return the last one."""
         with self._lock:
             last = self._last
@@ -173,7 +173,7 @@ class State:
                     self._add(one)
         elif isinstance(part, Text):
             fresh = len(part.text) if self._role in (None, "assistant") else 0
-            self._put(Task(lambda: self._wrote(part.text), asks=False, fresh=fresh))
+            self._put(Task(lambda: self._wrote(part.text), urgent=False, fresh=fresh))
         elif isinstance(part, Gen):
             options = {"max_tokens": MAX_TOKENS, **self._run.defaults, **part.options}
             self._ask(part.name, lambda task: generate(self, self._run, task, options))
@@ -187,18 +187,18 @@ class State:
         if self._role is not None and not self._inherited:
             raise ProgramError(f"a message of {role} begins before that of {self._role} has ended", self.name)
         if self._role is not None:
-            self._put(Task(lambda: self._context.close(), asks=False))
+            self._put(Task(lambda: self._context.close(), urgent=False))
         self._role, self._inherited = role, False
-        self._put(Task(lambda: self._context.open(role), asks=False))
+        self._put(Task(lambda: self._context.open(role), urgent=False))
         try:
             yield
         finally:
             self._role = None
-        self._put(Task(lambda: self._context.close(), asks=False, fresh=AHEAD_CHARACTERS if role == "user" else 0))
+        self._put(Task(lambda: self._context.close(), urgent=False, fresh=AHEAD_CHARACTERS if role == "user" else 0))
 
     def _wrote(self, text: str) -> None:
         self._context.add(text)
-        self._run.tell(self.name, None, text)
+        self._run.emit(self.name, None, text)
 
     def _ask(self, name: str | None, work: Callable[[Task], Any]) -> None:
         task = Task(lambda: None, name)
@@ -215,7 +215,7 @@ class State:
             self._tasks.append(task)
             self._last = task
             self._queued += task.fresh
-            if task.asks or self._queued + self._fresh >= AHEAD_CHARACTERS:
+            if task.urgent or self._queued + self._fresh >= AHEAD_CHARACTERS:
                 self._wake()
             self._lock.notify()
 
@@ -266,7 +266,7 @@ class State:
             if self._tasks:
                 task = self._tasks.popleft()
                 self._queued -= task.fresh
-                self._fresh = 0 if task.asks else self._fresh + task.fresh
+                self._fresh = 0 if task.urgent else self._fresh + task.fresh
                 return task
             if self._fresh < AHEAD_CHARACTERS or self._run.ended:
                 self._working = False
@@ -277,28 +277,28 @@ class State:
 
     def _fail(self, task: Task | None, error: BaseException) -> None:
         if isinstance(error, ProgramError) and error.branch is not None:
-            told = error
+            failure = error
         elif isinstance(error, ProgramCancelled):
-            told = ProgramCancelled(str(error), self.name)
+            failure = ProgramCancelled(str(error), self.name)
         elif isinstance(error, SpilloverError):
-            told = ProgramError(str(error), self.name)
+            failure = ProgramError(str(error), self.name)
         else:
-            told = ProgramError(f"{type(error).__name__}: {error}", self.name)
-        if told is not error:
-            told.__cause__ = error
+            failure = ProgramError(f"{type(error).__name__}: {error}", self.name)
+        if failure is not error:
+            failure.__cause__ = error
         with self._lock:
-            self._error = told
+            self._error = failure
             waiting = [*([task] if task is not None else []), *self._tasks]
             self._tasks.clear()
             self._working = False
         for each in waiting:
-            each.error = told
+            each.error = failure
             each.done.set()
         for branch in self._branches:
             if not branch._started.is_set():
-                branch._never(told)
+                branch._fail_unstarted(failure)
 
-    def _never(self, error: ProgramError) -> None:
+    def _fail_unstarted(self, error: ProgramError) -> None:
         """Fail a branch that its parent did not reach."""
         with self._lock:
             self._error = error
@@ -309,7 +309,7 @@ class State:
             each.done.set()
         self._started.set()
         for branch in self._branches:
-            branch._never(error)
+            branch._fail_unstarted(error)
 
     # Called by tasks in that thread
 

@@ -23,7 +23,7 @@ def generate(state: State, run: Run, task: Task, options: Mapping[str, Any]) -> 
 
         def grown(text: str) -> None:
             computed()
-            run.tell(state.name, task.name, text)
+            run.emit(state.name, task.name, text)
 
         answer = run.backend.generate(prompt, options, run.lifetime, grown)
     state.count(answer.counts)
@@ -37,13 +37,13 @@ def generate(state: State, run: Run, task: Task, options: Mapping[str, Any]) -> 
     return answer.text
 
 
-def select_likeliest(state: State, run: Run, task: Task, asked: Select) -> str:
+def select_likeliest(state: State, run: Run, task: Task, select: Select) -> str:
     backend = run.backend
     prefix = state.context.prompt().ids
     if prefix is None:
         raise ProgramError(f"select needs the tokens of its prompt, but {backend.name} has no /tokenize for it; use "
                            "gen(regex='yes|no') there, or another server")
-    choices = [backend.encode(choice) for choice in asked.choices]
+    choices = [backend.encode(choice) for choice in select.choices]
     prompts = [prefix + ids for ids in choices]
     # The first leaves the common prefix in the cache; once it is cached, all are sent together.
     first = 1 if backend.gate.cold(prefix) else len(prompts)
@@ -55,14 +55,14 @@ def select_likeliest(state: State, run: Run, task: Task, asked: Select) -> str:
                 computed()
     for score in scores:
         state.count(score.counts)
-    values = [normalise(score.logprobs, choice, asked.normalised)
-              for score, choice in zip(scores, asked.choices, strict=True)]
+    values = [normalise(score.logprobs, choice, select.normalised)
+              for score, choice in zip(scores, select.choices, strict=True)]
     best = max(range(len(values)), key=values.__getitem__)
-    state.context.chosen(asked.choices[best], choices[best])
-    task.details.update(scores=dict(zip(asked.choices, values, strict=True)),
+    state.context.chosen(select.choices[best], choices[best])
+    task.details.update(scores=dict(zip(select.choices, values, strict=True)),
                         logprobs=[score.logprobs for score in scores])
-    run.tell(state.name, task.name, asked.choices[best])
-    return asked.choices[best]
+    run.emit(state.name, task.name, select.choices[best])
+    return select.choices[best]
 
 
 def prefill_ahead(state: State, run: Run) -> None:

@@ -147,7 +147,7 @@ class BodyLimit:
 
     def _too_large(self, size: int) -> ApiError:
         return ApiError(413, f"The body has {format_bytes(size)} ({size} bytes), but at most "
-                             f"{format_bytes(self._limit)} ({self._limit} bytes) are taken; see --max-request-bytes.",
+                             f"{format_bytes(self._limit)} ({self._limit} bytes) are allowed; see --max-request-bytes.",
                         code="request_too_large", headers={"Connection": "close"})
 
 

@@ -63,8 +63,8 @@ class KeyRing:
         named = {name: _digest(key.encode()) for name, key in read_keys(self._file).items()}
         double = next((name for name in named if name in self._given), None)
         if double is not None:
-            raise SpilloverError(f"--api-key-file {self._file} names a key '{double}', as a key of --api-key is "
-                                 f"called; choose another name")
+            raise SpilloverError(f"--api-key-file {self._file} names a key '{double}', which is the name of a key of "
+                                 "--api-key; choose another name")
         return self._given | named
 
 

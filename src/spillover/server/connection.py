@@ -100,7 +100,7 @@ class Connection(HttpToolsProtocol):
             # A client that still reads and one that has gone look alike until something is sent. Every client skips
             # this response; the system of one that has gone resets the connection.
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._probe = self.loop.call_later(_PROBE_SECONDS, self._look_for_client)
+        self._probe = self.loop.call_later(_PROBE_SECONDS, self._probe_client)
         return True
 
     # From the parser
@@ -112,7 +112,7 @@ class Connection(HttpToolsProtocol):
         self._overhead = self._body_bytes = self._header_bytes = 0
         self._began = self.loop.time()
         if self._deadline is None:
-            self._deadline = self.loop.call_later(self._shared.timeout, self._look_at_deadline)
+            self._deadline = self.loop.call_later(self._shared.timeout, self._check_deadline)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -197,7 +197,7 @@ class Connection(HttpToolsProtocol):
             self._refusal = _too_large()
             raise self._refusal  # stops the parser, which then calls send_400_response
 
-    def _look_at_deadline(self) -> None:
+    def _check_deadline(self) -> None:
         """Close a slow client's connection, unless its body arrives fast enough or reading is paused by the server."""
         self._deadline = None
         if not self._in_message or self.transport.is_closing():
@@ -207,13 +207,13 @@ class Connection(HttpToolsProtocol):
         if self.flow.read_paused:
             until = now + self._shared.timeout
         if now < until:
-            self._deadline = self.loop.call_later(until - now, self._look_at_deadline)
+            self._deadline = self.loop.call_later(until - now, self._check_deadline)
         else:
             self._refuse(ApiError(408, f"The request did not arrive within {self._shared.timeout:g} s and the time "
                                        f"that its size takes at {MIN_BODY_RATE // 1024} KiB/s (--client-timeout).",
                                   code="client_timeout"))
 
-    def _look_for_client(self) -> None:
+    def _probe_client(self) -> None:
         self._probe = None
         if self.transport.is_closing():
             return
@@ -221,7 +221,7 @@ class Connection(HttpToolsProtocol):
         if connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         else:
-            self._probe = self.loop.call_later(_PROBE_SECONDS, self._look_for_client)
+            self._probe = self.loop.call_later(_PROBE_SECONDS, self._probe_client)
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error and close; if a response is already under way, close after it instead."""

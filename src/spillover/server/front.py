@@ -41,18 +41,18 @@ class Front:
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # True once the server must stop: it is not ready, though requests may still be accepted
     # Two threads: one long text must not stall every other request, and more would take cores from the engine.
-    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "spillover-prepare"))
+    prepare_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "spillover-prepare"))
     # One thread for large bodies: parsing holds the interpreter for tens of milliseconds, and two would take turns.
-    large: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "spillover-large"))
+    large_body_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "spillover-large"))
     _texts: TokenTexts | None = None
     _literal: tuple[Tokenizer, LiteralText] | None = None
     _making_literal: threading.Lock = field(default_factory=threading.Lock)
 
-    def model_name(self, asked: str | None) -> str:
+    def model_name(self, requested: str | None) -> str:
         """Return the model name that an answer carries; raise a 404 error if the requested model is not served."""
-        if asked is not None and asked not in self.settings.model_names:
+        if requested is not None and requested not in self.settings.model_names:
             names = ", ".join(f"'{name}'" for name in self.settings.model_names)
-            raise ApiError(404, f"The model '{asked[:256]}' is not served here; there are {names}.", "model",
+            raise ApiError(404, f"The model '{requested[:256]}' is not served here; there are {names}.", "model",
                            "model_not_found")
         return self.settings.served_model_names[0]
 
@@ -110,7 +110,7 @@ class Front:
         return self._texts
 
     def close(self) -> None:
-        for pool in (self.threads, self.large):
+        for pool in (self.prepare_pool, self.large_body_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -128,7 +128,7 @@ async def prepare(request: HttpRequest, work: Callable[[], Result], renders: boo
     nbytes, front = request.scope.get("spillover.body_bytes", 0), front_of(request)
     if nbytes <= INLINE_BYTES and not renders:
         return work()
-    pool = front.threads if nbytes <= LARGE_BYTES else front.large
+    pool = front.prepare_pool if nbytes <= LARGE_BYTES else front.large_body_pool
     return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 

@@ -12,7 +12,7 @@ def notify(state: str) -> None:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as told:
-        told.setblocking(False)
-        told.connect("\0" + address[1:] if address.startswith("@") else address)
-        told.send(state.encode())
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.setblocking(False)
+        sock.connect("\0" + address[1:] if address.startswith("@") else address)
+        sock.send(state.encode())

@@ -53,29 +53,29 @@ def read_news(line: bytes) -> News:
 
 
 def main() -> int:
-    told = os.fdopen(os.dup(1), "wb", buffering=0)
+    channel = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # anything printed goes to standard error, which is the log
     launch = msgspec.msgpack.decode(base64.b64decode(sys.stdin.buffer.readline()), type=ReplicaLaunch)
     end_with_parent()
     set_up_logging(launch.settings.log_format)
 
-    def tell(news: News) -> None:
-        told.write(base64.b64encode(msgspec.msgpack.encode(news)) + b"\n")
+    def report(news: News) -> None:
+        channel.write(base64.b64encode(msgspec.msgpack.encode(news)) + b"\n")
 
     try:
         with socket.socket(fileno=launch.listening) as listening:
-            serve(launch.config, launch.settings, listening, on_plan=lambda plan: tell(News(plan=plan)),
-                  on_progress=_throttled(lambda *progress: tell(News(progress=progress))),
-                  on_ready=lambda _: tell(News(ready=True)))
+            serve(launch.config, launch.settings, listening, on_plan=lambda plan: report(News(plan=plan)),
+                  on_progress=_throttled(lambda *progress: report(News(progress=progress))),
+                  on_ready=lambda _: report(News(ready=True)))
     except SpilloverError as error:
-        tell(News(failed=str(error)))
+        report(News(failed=str(error)))
         return 2
     except BrokenPipeError:  # the router has gone
         return 1
     return 0
 
 
-def _throttled(tell: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+def _throttled(report: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
     last = ("", 0.0)
 
     def show(stage: str, done: int, total: int) -> None:
@@ -83,7 +83,7 @@ def _throttled(tell: Callable[[str, int, int], None]) -> Callable[[str, int, int
         now = time.monotonic()
         if stage != last[0] or now - last[1] >= PROGRESS_SECONDS:
             last = stage, now
-            tell(stage, done, total)
+            report(stage, done, total)
 
     return show
 

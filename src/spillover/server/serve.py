@@ -70,26 +70,27 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
     finally:
         app.state.front.draining = True  # first, so that clients of /readyz send requests elsewhere from now on
         notify("STOPPING=1")
-        await _leave(client, server, http, stop, settings)
+        await _shut_down(client, server, http, stop, settings)
         asked.cancel()
         app.state.front.close()
         if app.state.traces is not None:
             app.state.traces.close(_LAST_SPANS_SECONDS)
 
 
-async def _leave(client: AsyncLLM, server: HttpServer, http: asyncio.Future[None], stop: StopSignal,
-                 settings: ServerSettings) -> None:
+async def _shut_down(client: AsyncLLM, server: HttpServer, http: asyncio.Future[None], stop: StopSignal,
+                     settings: ServerSettings) -> None:
     """Shut down: accept requests until load balancers have noticed, finish running ones, stop engine and connections.
 
     Until the end, probes and /metrics are answered and requests refused: clients are sent elsewhere, not cut off.
     """
     hurried = asyncio.ensure_future(stop.hurried.wait())
     if client.ready and settings.shutdown_delay_seconds and not http.done():
-        log.info("Not ready from now on; requests are still taken for %g s", settings.shutdown_delay_seconds)
+        log.info("/readyz answers 503 from now on; requests are still accepted for %g s",
+                 settings.shutdown_delay_seconds)
         await asyncio.wait((http, hurried), timeout=settings.shutdown_delay_seconds,
                            return_when=asyncio.FIRST_COMPLETED)
     if client.num_open:
-        log.info("Stopping once %d running sequences have ended, in %.0f s at most; Ctrl-C again stops at once",
+        log.info("Stopping after %d running sequences have finished, in %.0f s at most; Ctrl-C again stops at once",
                  client.num_open, settings.drain_seconds)
     draining = asyncio.ensure_future(client.close(settings.drain_seconds))
     await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +106,7 @@ async def _leave(client: AsyncLLM, server: HttpServer, http: asyncio.Future[None
 
 def _reload_keys(keys: KeyRing) -> None:
     try:
-        log.info("%d API keys after reading --api-key-file again", keys.reload())
+        log.info("Read --api-key-file again: %d API keys", keys.reload())
     except SpilloverError as error:
         log.error("%s; the keys stay as they were", error)
 

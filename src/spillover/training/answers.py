@@ -19,16 +19,16 @@ from spillover.models.quantize.calibration_text import conversations, read_text
 
 TOP = 64  # number of most likely tokens stored per position
 TEMPERATURE = 0.7  # temperature of every second answer; the others are greedy
-AT_ONCE = 2  # requests passed to the engine in one call, as a multiple of max_num_seqs
+BATCH_FACTOR = 2  # requests passed to the engine in one call, as a multiple of max_num_seqs
 
 Show = Callable[[int, int], None]
 
 _TOPICS = ("everyday life", "history", "physics", "biology", "cooking", "travel", "programming in Python", "databases",
            "mathematics", "economics", "music", "sport", "a short story", "a letter", "health", "gardening", "law",
            "geography", "language learning", "film", "astronomy", "chemistry", "school", "work", "family", "weather")
-_ASKING = ("Write one question that somebody might ask an assistant about {}. Write the question only.",
-           "Write one instruction for an assistant that has to do with {}. Write the instruction only.",
-           "Write the first sentence of a text about {}.")
+_TEMPLATES = ("Write one question that somebody might ask an assistant about {}. Write the question only.",
+              "Write one instruction for an assistant that has to do with {}. Write the instruction only.",
+              "Write the first sentence of a text about {}.")
 
 
 @dataclass(frozen=True)
@@ -70,35 +70,35 @@ def read_prompts(file: Path, llm: LLM, longest: int) -> list[list[int]]:
         texts = [line.strip() for line in read_text(file).splitlines()]
     for text in texts:
         if text:
-            found.append(_asked(llm, " ".join(text.split())[:8 * longest]))
+            found.append(_encode_prompt(llm, " ".join(text.split())[:8 * longest]))
     usable = [prompt for prompt in found if 0 < len(prompt) <= longest]
     if not usable:
         raise SpilloverError(f"{file} has no prompt of up to {longest} tokens; give one prompt a line")
     return usable
 
 
-def own_prompts(llm: LLM, count: int, longest: int, seed: int, show: Show) -> list[list[int]]:
+def generate_prompts(llm: LLM, count: int, longest: int, seed: int, show: Show) -> list[list[int]]:
     """Generate prompts with the model itself."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    asking = [_asked(llm, form.format(topic)) for form in _ASKING for topic in _TOPICS]
+    requests = [_encode_prompt(llm, form.format(topic)) for form in _TEMPLATES for topic in _TOPICS]
     params = [SamplingParams(temperature=1.0, max_tokens=48, seed=seed + index) for index in range(count)]
-    found = _generate(llm, [asking[index % len(asking)] for index in range(count)], params, show)
+    found = _generate(llm, [requests[index % len(requests)] for index in range(count)], params, show)
     texts = [tokenizer.decode(tokens).strip().partition("\n")[0] for tokens in found]
-    prompts = [_asked(llm, text) for text in texts if text]
-    return [prompt for prompt in prompts if len(prompt) <= longest] or asking
+    prompts = [_encode_prompt(llm, text) for text in texts if text]
+    return [prompt for prompt in prompts if len(prompt) <= longest] or requests
 
 
 def answer(llm: LLM, prompts: Sequence[Sequence[int]], count: int, longest: int, seed: int, show: Show) -> Answers:
     """Generate `count` answers, greedily and sampled in turn, and score the most likely tokens at every position."""
-    asked = [list(prompts[index // 2 % len(prompts)]) for index in range(count)]
+    repeated = [list(prompts[index // 2 % len(prompts)]) for index in range(count)]
     params = [SamplingParams(temperature=TEMPERATURE if index % 2 else 0.0, max_tokens=longest, seed=seed + index)
               for index in range(count)]
     done = 2 * count  # each request is answered, then scored
-    answers = _generate(llm, asked, params, lambda part, _: show(part, done))
-    pairs = [(prompt, tokens) for prompt, tokens in zip(asked, answers, strict=True) if tokens]
+    answers = _generate(llm, repeated, params, lambda part, _: show(part, done))
+    pairs = [(prompt, tokens) for prompt, tokens in zip(repeated, answers, strict=True) if tokens]
     if not pairs:
-        raise SpilloverError("the model answered every prompt with nothing; give other prompts with --data")
+        raise SpilloverError("the model's answer to every prompt was empty; give other prompts with --data")
     scores = _scores(llm, pairs, lambda part: show(count + part, done))
     return Answers(
         np.concatenate([np.array(prompt + tokens, dtype=np.int32) for prompt, tokens in pairs]),
@@ -107,7 +107,7 @@ def answer(llm: LLM, prompts: Sequence[Sequence[int]], count: int, longest: int,
         np.concatenate([ids for ids, _ in scores]), np.concatenate([values for _, values in scores]))
 
 
-def _asked(llm: LLM, text: str) -> list[int]:
+def _encode_prompt(llm: LLM, text: str) -> list[int]:
     tokenizer = llm.tokenizer
     assert tokenizer is not None
     if tokenizer.chat_template is None:
@@ -119,7 +119,7 @@ def _asked(llm: LLM, text: str) -> list[int]:
 def _generate(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams],
               show: Show) -> list[list[int]]:
     found: list[list[int]] = []
-    at_once = AT_ONCE * llm.plan.max_num_seqs
+    at_once = BATCH_FACTOR * llm.plan.max_num_seqs
     for start in range(0, len(prompts), at_once):
         some = [{"prompt_token_ids": list(prompt)} for prompt in prompts[start:start + at_once]]
         outputs = llm.generate(some, list(params[start:start + at_once]), use_tqdm=False)
@@ -132,20 +132,20 @@ def _scores(llm: LLM, pairs: Sequence[tuple[list[int], list[int]]], show: Callab
             ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]]:
     """Return the most likely tokens at each answer token, [tokens, TOP], of each pair, and their log probabilities."""
     found = []
-    at_once = AT_ONCE * llm.plan.max_num_seqs
+    at_once = BATCH_FACTOR * llm.plan.max_num_seqs
     for start in range(0, len(pairs), at_once):
         some = pairs[start:start + at_once]
-        places: dict[tuple[int, ...], list[int]] = {}
+        indices: dict[tuple[int, ...], list[int]] = {}
         for index, (prompt, tokens) in enumerate(some):
-            places.setdefault(tuple(prompt + tokens), []).append(index)
+            indices.setdefault(tuple(prompt + tokens), []).append(index)
         rows = [(np.zeros((len(tokens), TOP), np.int32), np.full((len(tokens), TOP), -np.inf, np.float16))
                 for _, tokens in some]
 
-        def observe(prompt: Sequence[int], position: int, logits: Tensor, places: dict[tuple[int, ...], list[int]]
-                    = places, some: Sequence[tuple[list[int], list[int]]] = some, rows: list[tuple[
+        def observe(prompt: Sequence[int], position: int, logits: Tensor, indices: dict[tuple[int, ...], list[int]]
+                    = indices, some: Sequence[tuple[list[int], list[int]]] = some, rows: list[tuple[
                         npt.NDArray[np.int32], npt.NDArray[np.float16]]] = rows) -> None:
             values, ids = logits.float().log_softmax(-1).topk(min(TOP, logits.shape[-1]))
-            for index in places[tuple(prompt)]:
+            for index in indices[tuple(prompt)]:
                 first = position - len(some[index][0])  # index in the answer; negative for rows of the prompt
                 skip = max(0, -first)
                 part = slice(first + skip, first + len(ids))
@@ -164,7 +164,7 @@ def _scores(llm: LLM, pairs: Sequence[tuple[list[int], list[int]]], show: Callab
     return found
 
 
-def note(file: Path, settings: dict[str, object]) -> None:
+def write_settings(file: Path, settings: dict[str, object]) -> None:
     """Write the settings of a training run to a file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(settings, indent=2) + "\n")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.config import ModelConfig
 from spillover.models.rope import rope_tables
-from spillover.training.student import SPREAD, copy_weight, turned
+from spillover.training.student import SPREAD, apply_rope, copy_weight
 
 _LAYER = {"input_layernorm": "", "hidden_norm": "", "post_attention_layernorm": "", "q_proj": "self_attn.",
           "k_proj": "self_attn.", "v_proj": "self_attn.", "o_proj": "self_attn.", "gate_proj": "mlp.",
@@ -70,29 +70,30 @@ class HeadStudent(nn.Module):
         after the final norm [B, T, hidden]. Row p predicts token p + 1; in pass n, rows are valid from position n
         on."""
         embedded = self.input_layernorm(F.embedding(ids, self.get_buffer("embedded")))
-        before, keys, said = F.pad(self.fc(features)[:, :-1], (0, 0, 1, 0)), [], []
+        before, keys, outputs = F.pad(self.fc(features)[:, :-1], (0, 0, 1, 0)), [], []
         for _ in range(passes):
             x = torch.cat((embedded, self.hidden_norm(before)), dim=-1)
-            keys.append((turned(self._heads(self.k_proj(x)), *self._turns(ids)), self._heads(self.v_proj(x))))
-            x = before + self.o_proj(self._attended(turned(self._heads(self.q_proj(x)), *self._turns(ids)), keys))
+            tables = self._rope_tables(ids)
+            keys.append((apply_rope(self._heads(self.k_proj(x)), *tables), self._heads(self.v_proj(x))))
+            x = before + self.o_proj(self._attend(apply_rope(self._heads(self.q_proj(x)), *tables), keys))
             normed = self.post_attention_layernorm(x)
             x = x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
-            said.append(self.norm(x))
+            outputs.append(self.norm(x))
             before = F.pad(x[:, :-1], (0, 0, 1, 0))
-        return said
+        return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def _turns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _rope_tables(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         return self.cos[:ids.shape[1]], self.sin[:ids.shape[1]]
 
     def _heads(self, x: Tensor) -> Tensor:
         """Split heads, x [B, T, heads * dim] -> [B, heads, T, dim]."""
         return x.view(*x.shape[:2], -1, self.config.head_dim).transpose(1, 2)
 
-    def _attended(self, q: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _attend(self, q: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Compute attention of the last pass, n, as [B, T, heads * dim]: row p attends to the keys of the first pass up
         to p - n, and of each later pass i to the key at p - n + i."""
         repeats, last, length = q.shape[1] // keys[0][0].shape[1], len(keys) - 1, q.shape[2]
@@ -101,16 +102,16 @@ class HeadStudent(nn.Module):
         seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril(-last)
         scores = (q @ wide[0][0].transpose(-1, -2) * scale).masked_fill(~seen, float("-inf"))
         shifted = [(k.roll(last - index, 2), v.roll(last - index, 2)) for index, (k, v) in enumerate(wide) if index]
-        own = [(q * k).sum(-1, keepdim=True) * scale for k, _ in shifted]
+        later_scores = [(q * k).sum(-1, keepdim=True) * scale for k, _ in shifted]
         # Rows below n are invalid, as no draft can begin before them, and are not used.
-        weights = torch.cat([scores, *own], dim=-1).float().softmax(-1).to(q.dtype)
+        weights = torch.cat([scores, *later_scores], dim=-1).float().softmax(-1).to(q.dtype)
         out = weights[..., :length] @ wide[0][1]
         for index, (_, v) in enumerate(shifted):
             out = out + weights[..., length + index:length + index + 1] * v
         return out.transpose(1, 2).flatten(2)
 
     @torch.no_grad()
-    def begin(self, checkpoint: Checkpoint, target_layers: int, target_ids: Tensor) -> None:
+    def init_from(self, checkpoint: Checkpoint, target_layers: int, target_ids: Tensor) -> None:
         """Initialise the layer as the model's last one, applied to the highest hidden state, and the output head by the
         model's rows for these tokens; the weights of the token's embedding start small."""
         generator = torch.Generator().manual_seed(0)

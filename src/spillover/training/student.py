@@ -61,8 +61,8 @@ class Layer(nn.Module):
         k = self.k_proj(normed).view(count, length, self.kv_heads, self.head).transpose(1, 2)
         v = self.v_proj(normed).view(count, length, self.kv_heads, self.head).transpose(1, 2)
         repeats = self.heads // self.kv_heads
-        k, v = turned(k, cos, sin).repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        attended = F.scaled_dot_product_attention(turned(q, cos, sin), k, v, is_causal=True)
+        k, v = apply_rope(k, cos, sin).repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        attended = F.scaled_dot_product_attention(apply_rope(q, cos, sin), k, v, is_causal=True)
         x = x + self.o_proj(attended.transpose(1, 2).reshape(count, length, -1))
         normed = self.post_attention_layernorm(x)
         mixed: Tensor = x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
@@ -95,7 +95,7 @@ class Student(nn.Module):
         return F.linear(hidden, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
 
     @torch.no_grad()
-    def begin(self, checkpoint: Checkpoint, target_layers: int, target_ids: Tensor) -> None:
+    def init_from(self, checkpoint: Checkpoint, target_layers: int, target_ids: Tensor) -> None:
         """Initialise with evenly spaced layers of the model and its embeddings of these tokens; the additional id for
         unknown tokens gets the mean of these embeddings."""
         generator = torch.Generator().manual_seed(0)
@@ -134,7 +134,7 @@ class Student(nn.Module):
             (folder / DRAFT_VOCAB_FILE).write_text(json.dumps({"target_ids": target_ids.tolist()}) + "\n")
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embedding to pairs (i, i + head_dim / 2), as the engine does."""
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)

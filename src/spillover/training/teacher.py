@@ -31,7 +31,7 @@ class Teacher:
             from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
 
             if not isinstance(runner, CudaRunner):
-                raise SpilloverError("a head is trained beside a model that has weights")
+                raise SpilloverError("a head can only be trained for a model that has weights")
         self._reader = _Reader(runner.model, tuple(layers), runner.kv.pool.device)
         runner.feature_reader = self._reader
 

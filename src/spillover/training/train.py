@@ -26,7 +26,7 @@ from spillover.models.config import ModelConfig
 from spillover.models.hub.store import resolve
 from spillover.models.registry import read_architecture
 from spillover.progress import ANSWERING, ASKING, TRAINING
-from spillover.training.answers import Answers, answer, note, own_prompts, read_prompts
+from spillover.training.answers import Answers, answer, generate_prompts, read_prompts, write_settings
 from spillover.training.student import Student, student_config
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def train(model: str, folder: Path, options: TrainOptions, data: Path | None = N
     """Train a draft model for `model` and write it to `folder`."""
     state = folder / "training"
     if folder.is_dir() and any(folder.iterdir()) and not resume:
-        raise SpilloverError(f"{folder} is not empty; name another folder, or give --resume to go on with the training "
+        raise SpilloverError(f"{folder} is not empty; name another folder, or give --resume to continue the training "
                              "in it")
     path = resolve(model)
     if options.device == "auto":
@@ -111,9 +111,9 @@ def _check_settings(file: Path, path: Path, options: TrainOptions, resume: bool)
         before = {"method": "draft_model", **json.loads(file.read_text())}
         changed = [name for name, value in settings.items() if before.get(name) != value]
         if changed:
-            raise SpilloverError(f"{file.parent.parent} was begun with another {', '.join(changed)}; give the same "
+            raise SpilloverError(f"{file.parent.parent} was started with another {', '.join(changed)}; give the same "
                                  "options, or another folder")
-    note(file, settings)
+    write_settings(file, settings)
 
 
 def _answers(model: str, path: Path, options: TrainOptions, data: Path | None, show: Show) -> Answers:
@@ -126,8 +126,8 @@ def _answers(model: str, path: Path, options: TrainOptions, data: Path | None, s
         if data is not None:
             prompts = read_prompts(data, llm, longest)
         else:
-            prompts = own_prompts(llm, -(-options.answers // 2), longest, options.seed,
-                                  lambda done, total: show(ASKING, done, total))
+            prompts = generate_prompts(llm, -(-options.answers // 2), longest, options.seed,
+                                       lambda done, total: show(ASKING, done, total))
         tokens = min(options.answer_tokens, length - 1 - max(map(len, prompts)))
         return answer(llm, prompts, options.answers, tokens, options.seed,
                       lambda done, total: show(ANSWERING, done, total))
@@ -137,9 +137,9 @@ def _answers(model: str, path: Path, options: TrainOptions, data: Path | None, s
 class Batch:
     """The sequences of a step as indices, and the positions of their N answer tokens."""
 
-    places: Tensor  # [B, width]: index of each token among the tokens of all sequences
+    token_index: Tensor  # [B, width]: index of each token among the tokens of all sequences
     rows: Tensor  # [N]: sequence in the batch of each answer token
-    ends: Tensor  # [N]: position in its sequence of each answer token
+    positions: Tensor  # [N]: position in its sequence of each answer token
     scores: Tensor  # [N]: index of each answer token's most likely tokens
 
 
@@ -151,32 +151,32 @@ class Training:
         self.device = torch.device(options.device)
         hf = read_config(path)
         _, target = read_architecture(hf, path)
-        whole = not 0 < options.draft_vocab < target.vocab_size - 1
+        full_vocab = not 0 < options.draft_vocab < target.vocab_size - 1
         counts = np.bincount(answers.tokens, minlength=target.vocab_size) * (1 << 20)
         counts += np.bincount(answers.top_ids.ravel(), minlength=target.vocab_size)
-        kept = np.arange(target.vocab_size) if whole else np.sort(np.argsort(-counts, kind="stable")[
+        kept = np.arange(target.vocab_size) if full_vocab else np.sort(np.argsort(-counts, kind="stable")[
             :options.draft_vocab])
         self.target_ids = torch.from_numpy(kept)
-        self.whole = whole
+        self.full_vocab = full_vocab
         draft_ids = np.full(target.vocab_size, len(kept), dtype=np.int64)
         draft_ids[kept] = np.arange(len(kept))
-        said = np.concatenate([part[prompt:] for part, prompt in zip(
+        answer_tokens = np.concatenate([part[prompt:] for part, prompt in zip(
             np.split(answers.tokens, np.cumsum(answers.lengths)[:-1]), answers.prompts, strict=True)])
-        self.covered = float((draft_ids[said] < len(kept)).mean()) if not whole else 1.0
+        self.covered = float((draft_ids[answer_tokens] < len(kept)).mean()) if not full_vocab else 1.0
         self.lengths, self.prompts = answers.lengths.astype(np.int64), answers.prompts.astype(np.int64)
         self.starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
         self.scores = np.concatenate(([0], np.cumsum(self.lengths - self.prompts)[:-1]))
         self.tokens = torch.from_numpy(draft_ids[answers.tokens]).to(self.device)
         self.top_ids = torch.from_numpy(draft_ids[answers.top_ids]).to(self.device)
         self.top_probs = torch.from_numpy(answers.top_logprobs.astype(np.float32)).exp().to(self.device)
-        self.unknown = len(kept)
+        self.unknown_id = len(kept)
         rng = np.random.default_rng(options.seed)
         order = rng.permutation(len(self.lengths))
-        aside = min(SCORED, len(order) // 10)
-        self.aside, self.trained = order[:aside] if aside else order, order[aside:]
+        num_held_out = min(SCORED, len(order) // 10)
+        self.held_out, self.train_set = order[:num_held_out] if num_held_out else order, order[num_held_out:]
         self.student = self._student(target, hf)
         with open_checkpoint(path) as checkpoint:
-            self.student.begin(checkpoint, target.num_layers, self.target_ids)
+            self.student.init_from(checkpoint, target.num_layers, self.target_ids)
         self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=options.learning_rate, betas=(0.9, 0.95),
                                            weight_decay=DECAY)
         self.step, self.first_loss = 0, math.nan
@@ -186,7 +186,7 @@ class Training:
 
     def _student(self, target: ModelConfig, hf: dict[str, Any]) -> Student | HeadStudent:
         """Make the module to train; unless it knows all tokens, one additional id stands for unknown ones."""
-        vocab = target.vocab_size if self.whole else len(self.target_ids) + 1
+        vocab = target.vocab_size if self.full_vocab else len(self.target_ids) + 1
         return Student(student_config(target, hf, self.options.layers, vocab), int(self.lengths.max()), self.device)
 
     def run(self, show: Show) -> Trained:
@@ -198,7 +198,7 @@ class Training:
             # A step's sequences depend on its number only, so that a resumed run continues as if uninterrupted.
             rng = np.random.default_rng((options.seed, self.step))
             count = max(1, options.batch_tokens // int(self.lengths.max()))
-            some = rng.choice(self.trained, min(count, len(self.trained)), replace=False)
+            some = rng.choice(self.train_set, min(count, len(self.train_set)), replace=False)
             found = self._loss(some)[0]
             self.optimizer.zero_grad(set_to_none=True)
             found.backward()  # type: ignore[no-untyped-call]
@@ -213,17 +213,17 @@ class Training:
             if self.step % every == 0 or self.step == options.steps:
                 self._save()
         with torch.no_grad():
-            last, agreement = self._loss(self.aside)
-        self.student.save(self.folder, None if self.whole else self.target_ids)
+            last, agreement = self._loss(self.held_out)
+        self.student.save(self.folder, None if self.full_vocab else self.target_ids)
         return Trained(self.folder, self.first_loss, float(last), float(agreement), self.covered,
                        (self.folder / "model.safetensors").stat().st_size)
 
     def _loss(self, some: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Tensor, Tensor]:
         """Return the loss over the answers of these sequences, and the top-1 agreement with the model."""
         batch = self._batch(some)
-        ids = self.tokens[batch.places]  # [B, width]
+        ids = self.tokens[batch.token_index]  # [B, width]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            hidden = self.student(ids)[batch.rows, batch.ends - 1]  # [N, hidden], to predict each answer token
+            hidden = self.student(ids)[batch.rows, batch.positions - 1]  # [N, hidden], to predict each answer token
             logits = self.student.logits(hidden)
         logprobs = logits.float().log_softmax(-1)
         probs, likely = self.top_probs[batch.scores], self.top_ids[batch.scores]  # [N, TOP]
@@ -231,9 +231,9 @@ class Training:
         # The cross entropy with the model's probabilities is the KL divergence plus a constant, the model's entropy.
         soft = -(probs * logprobs.gather(-1, likely)).sum(-1)
         constant = (probs * probs.clamp_min(1e-9).log()).sum(-1)
-        hard = F.nll_loss(logprobs, ids[batch.rows, batch.ends], reduction="none")
+        hard = F.nll_loss(logprobs, ids[batch.rows, batch.positions], reduction="none")
         best = likely.gather(-1, probs.argmax(-1, keepdim=True))[:, 0]
-        agreed = ((logprobs.argmax(-1) == best) & ((best < self.unknown) | self.whole)).float().mean()
+        agreed = ((logprobs.argmax(-1) == best) & ((best < self.unknown_id) | self.full_vocab)).float().mean()
         return (soft + constant).mean() + 0.1 * hard.mean(), agreed
 
     def _batch(self, some: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Batch:
@@ -241,10 +241,10 @@ class Training:
         width = int(lengths.max())
         columns = np.arange(width)
         inside = columns < lengths[:, None]
-        places = np.where(inside, self.starts[some][:, None] + columns, 0)
-        rows, ends = np.nonzero(inside & (columns >= prompts[:, None]))
-        scores = self.scores[some][rows] + ends - prompts[rows]
-        return Batch(*(torch.from_numpy(array).to(self.device) for array in (places, rows, ends, scores)))
+        token_index = np.where(inside, self.starts[some][:, None] + columns, 0)
+        rows, positions = np.nonzero(inside & (columns >= prompts[:, None]))
+        scores = self.scores[some][rows] + positions - prompts[rows]
+        return Batch(*(torch.from_numpy(array).to(self.device) for array in (token_index, rows, positions, scores)))
 
     def _log(self, loss: float) -> None:
         with (self.file.parent / "loss.csv").open("a") as file:

@@ -72,8 +72,8 @@ def test_kinds_of_arrival() -> None:
     ({"burstiness": -1.0}, "--burstiness"),
     ({"max_concurrency": 0}, "--max-concurrency"),
     ({"static_batch_size": 0}, "--static-batch-size must be"),
-    ({"static_batch_size": 4, "rate": 3.0}, "by itself"),
-    ({"static_batch_size": 4, "max_concurrency": 4}, "by itself"),
+    ({"static_batch_size": 4, "rate": 3.0}, "determines when"),
+    ({"static_batch_size": 4, "max_concurrency": 4}, "determines when"),
     ({"rate": 3.0, "ramp_up": "linear"}, "leave --request-rate out"),
     ({"ramp_up": "linear", "ramp_up_start": 5.0, "ramp_up_end": 1.0}, "--ramp-up-start-rps"),
 ])

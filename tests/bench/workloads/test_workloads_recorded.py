@@ -50,7 +50,7 @@ def test_sharegpt_takes_the_first_question_and_answer_of_what_passes(tmp_path: P
     workload = sharegpt(path, WordTokenizer(), 10, seed=5)
     # Both texts of a pair begin with a special token of the model.
     assert {(len(r.prompt), r.output_len) for r in workload.requests(0)} == {(11, 21), (901, 1141), (31, 41), (13, 8)}
-    assert workload.notes == ("10 were asked for; the file has 4 that pass the length filter",)
+    assert workload.notes == ("10 were requested; the file has 4 that pass the length filter",)
     assert not workload.stats().estimated
     assert_repeats_are_cold(workload)
 
@@ -100,7 +100,7 @@ def test_custom_lines_bring_their_own_lengths(tmp_path: Path) -> None:
 def test_a_short_file_is_not_sent_twice(tmp_path: Path) -> None:
     workload = custom(write_lines(tmp_path, {"prompt": "a b c"}, {"prompt": "d e f"}), WordTokenizer(), num_prompts=50)
     assert len(workload.requests(0)) == 2
-    assert workload.stats().notes == ("50 were asked for; the file has 2 that fit",)
+    assert workload.stats().notes == ("50 were requested; the file has 2 that fit",)
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"text": "a"}', '{"prompt": " "}', '{"prompt": [-1]}',

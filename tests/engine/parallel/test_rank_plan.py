@@ -73,7 +73,7 @@ def test_more_ranks_than_devices_are_refused_in_a_sentence(tmp_path: Path) -> No
 def test_experts_of_one_rank_are_not_fetched_one_by_one_on_cuda(where: str, tmp_path: Path) -> None:
     model = planned(tmp_path, "mixtral", tensor_parallel_size=2, enable_expert_parallel=True)
     off_device = replace(model.plan, device="cuda", placement=WeightPlan("experts", {}, {0: "resident", 1: where}))
-    with pytest.raises(SpilloverError, match="--enable-expert-parallel on CUDA is for experts that fit") as refused:
+    with pytest.raises(SpilloverError, match="on CUDA --enable-expert-parallel needs experts that fit") as refused:
         check_experts(off_device, model.shard)
     assert "\n" not in str(refused.value)
     check_experts(off_device, replace(model.shard, expert_parallel=False))

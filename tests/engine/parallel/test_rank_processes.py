@@ -150,8 +150,8 @@ def test_ranks_end_with_rank_0(folder: str) -> None:
 @pytest.mark.parametrize(("flags", "sentence"), [
     ({"tensor_parallel_size": 3}, "3 does not divide the model's 4 attention heads; it can be 1, 2, 4"),
     ({"tensor_parallel_size": 4, "enable_expert_parallel": True}, "does not divide the model's 6 experts"),
-    ({"tensor_parallel_size": 2, "load_format": "null"}, "has no model to divide"),
-    ({"tensor_parallel_size": 2, "speculative_method": "substitute"}, "substitute is for one rank"),
+    ({"tensor_parallel_size": 2, "load_format": "null"}, "has no model to split"),
+    ({"tensor_parallel_size": 2, "speculative_method": "substitute"}, "substitute works with one rank only"),
 ])
 def test_what_cannot_be_is_said_before_anything_is_loaded(folder: str, flags: dict[str, Any],
                                                           sentence: str) -> None:

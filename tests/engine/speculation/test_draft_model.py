@@ -213,8 +213,8 @@ def test_it_sleeps_and_wakes_up(target: Path) -> None:
     ({"speculative_model": "UNKNOWN"}, "draft model cannot be used.*architecture"),
     ({"speculative_model": "LARGE", "gpu_memory": "64MB"}, "draft model.*does not fit|smaller draft model"),
     ({"speculative_model": "TARGET", "num_speculative_tokens": 16, "max_num_batched_tokens": 16}, "do not fit"),
-    ({"speculative_model": "TARGET", "load_format": "null"}, "leave it out"),
-    ({"speculative_model": "WIDE", "load_format": "dummy", "skip_tokenizer_init": True}, "which are the same"),
+    ({"speculative_model": "TARGET", "load_format": "null"}, "no model for which a draft model"),
+    ({"speculative_model": "WIDE", "load_format": "dummy", "skip_tokenizer_init": True}, "it is unknown which agree"),
 ])
 def test_what_cannot_be_is_refused_in_one_sentence(target: Path, tmp_path: Path, flags: dict[str, Any],
                                                    words: str) -> None:

@@ -248,14 +248,14 @@ def test_requests_that_are_left_early_harm_nobody(similar: Pair) -> None:
 
 
 REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
-    ({"hidden_size": 32}, {}, "for hidden states of 32, and those of the model have 64"),
+    ({"hidden_size": 32}, {}, "for hidden states of size 32, and those of the model have 64"),
     ({"num_key_value_heads": 4}, {}, "4 key/value heads of 16, and the model 2 of 16"),
     ({"num_hidden_layers": 2}, {}, "has 2 layers, and an EAGLE-3 head has one"),
     ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, "before layer 9, and the model has the layers 0 to 3"),
     ({"num_aux_hidden_states": 5}, {}, "hidden states of 5 layers, and does not say of which"),
     ({"fc_norm": True}, {}, "fc_norm True is not supported"),
     ({"draft_vocab_size": 250}, {}, "'lm_head.weight' has shape"),
-    ({}, {"d2t": None}, "does not say which of the model's 320"),
+    ({}, {"d2t": None}, "no tensor 'd2t' maps them to the model's 320"),
     ({}, {"d2t": torch.full((300,), 100)}, "names tokens from 100 to 399, and the model has 0 to 319"),
     ({}, {"fc.weight": None}, "has no tensor 'fc.weight'"),
     ({}, {"midlayer.self_attn.k_proj.weight": None}, "'midlayer.self_attn.k_proj.weight'"),

@@ -49,8 +49,8 @@ class Machine:
             wanted = list(dict.fromkeys(expert for row in rows for expert in row[layer]))
             self.cache.policy.on_route(int(self.now * 1e6), layer, wanted)
             for expert in wanted:
-                if self.cache.ask(layer, expert) is None:
-                    self.cache.take(layer, expert, keep=wanted)
+                if self.cache.lookup(layer, expert) is None:
+                    self.cache.assign(layer, expert, keep=wanted)
         missed = self.cache.counts.misses - before
         seconds = self.fixed + self.row * len(rows) + missed * EXPERT_BYTES / LINK
         self.now += seconds
@@ -85,9 +85,9 @@ class Guessing:
     def __init__(self, chance: float) -> None:
         self._chance, self._rng = chance, random.Random(2)
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
         return [Draft(tuple(len(request.token_ids) + place if self._rng.random() < self._chance else -1
-                            for place in range(most)), (1.0,) * most) for request, most in asked]
+                            for place in range(most)), (1.0,) * most) for request, most in requests]
 
     def end(self, request: Request) -> None:
         pass

@@ -69,14 +69,14 @@ class Chancy:
         self.ahead, self.left = ahead, 0.0
         self.running: Callable[[], float] | None = None
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        seconds = self.cold * self.costs.draft([most for _, most in asked])
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
+        seconds = self.cold * self.costs.draft([most for _, most in requests])
         if self.ahead:
             self.left, self.running = seconds, lambda: seconds
         else:
             self.clock.now += seconds
         self.cold = 1.0
-        return [self._draft(len(request.token_ids), most, self.chances[request]) for request, most in asked]
+        return [self._draft(len(request.token_ids), most, self.chances[request]) for request, most in requests]
 
     def end(self, request: Request) -> None:
         pass
@@ -225,14 +225,14 @@ class Behind(Chancy):
     def missing(self, request: Request) -> int:
         return self.behind[request]
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        self.caught_up = sum(min(100, self.behind[request]) for request, _ in asked)
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
+        self.caught_up = sum(min(100, self.behind[request]) for request, _ in requests)
         self.clock.now += 0.01 * UNIT * self.caught_up
-        ready = [(request, most) for request, most in asked if not self.behind[request]]
+        ready = [(request, most) for request, most in requests if not self.behind[request]]
         drafts = dict(zip((request for request, _ in ready), super().propose(ready), strict=True))
-        for request, _ in asked:
+        for request, _ in requests:
             self.behind[request] -= min(100, self.behind[request])
-        found = [drafts.get(request, Draft()) for request, _ in asked]
+        found = [drafts.get(request, Draft()) for request, _ in requests]
         self.passes = [len(draft.tokens) for draft in found]
         return found
 
@@ -254,7 +254,7 @@ def test_a_prompt_is_caught_up_with_where_that_pays(left: int, missing: int, wor
         drafted += len(chooser.drafts([Candidate(request, 4)], 1, 1, 100)[0])
     assert (drafted > 0) == worth
     assert worth or missing - drafter.behind[request] <= 200, "little was computed in vain"
-    assert worth or not chooser._pays([request]), "and nobody waits for it"
+    assert worth or not chooser._pays_off([request]), "and nobody waits for it"
 
 
 def test_a_choice_is_kept_until_it_is_decided_again_whether_to_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,5 +317,5 @@ def test_a_trial_verifies_what_it_drafted(monkeypatch: pytest.MonkeyPatch) -> No
     candidates = [Candidate(request, 4)]
     assert chooser.drafts(candidates, 1, 1, 100) == [()], "it does not pay"
     chooser._credit = UNIT
-    assert chooser._try_again(np.full((1, 4), 0.5))
+    assert chooser._maybe_start_trial(np.full((1, 4), 0.5))
     assert chooser.drafts(candidates, 1, 1, 100)[0]

@@ -46,7 +46,7 @@ def drafting(llm: LLM, noise: float) -> None:
     parts = {part: {name: changed(weight) if part.startswith("layers.") else weight for name, weight in each.items()}
              for part, each in runner.weights.parts.items()}
     limits = StepLimits(scheduler.config.max_num_seqs, scheduler.config.max_num_seqs, scheduler.config.max_model_len)
-    second = CpuRunner(runner.model, FixedWeights(parts), runner.kv, 8, limits, runner.transfers, beside=runner)
+    second = CpuRunner(runner.model, FixedWeights(parts), runner.kv, 8, limits, runner.transfers, shared_with=runner)
     drafter = RunnerDrafter(second, SharedBlocks(scheduler.kv), limits.max_num_batched_tokens)
     speculator = AdaptiveSpeculator(drafter, TOKENS, adaptive=False)
     scheduler.speculator = scheduler._drafts._speculator = speculator

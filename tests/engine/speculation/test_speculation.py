@@ -61,8 +61,8 @@ class Knowing:
     expected = None
     sequential = False
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        return [self._draft(request, most) for request, most in asked]
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
+        return [self._draft(request, most) for request, most in requests]
 
     def end(self, request: Request) -> None:
         pass

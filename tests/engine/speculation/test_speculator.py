@@ -118,9 +118,9 @@ class Chancy:
         self.rng = random.Random(1)
         self.asked = 0
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        self.asked += len(asked)
-        return [self._draft(len(request.token_ids), most) for request, most in asked]
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
+        self.asked += len(requests)
+        return [self._draft(len(request.token_ids), most) for request, most in requests]
 
     def end(self, request: Request) -> None:
         pass

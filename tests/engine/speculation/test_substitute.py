@@ -155,7 +155,7 @@ def test_acceptance_can_be_simulated_with_drafts_that_are_made(model: Path) -> N
 
 @pytest.mark.parametrize(("flags", "said"), [
     ({"method": "substitute", "substitute_dtype": "int3"}, "substitute_dtype is one of int4, int8"),
-    ({"method": "ngram", "substitute_dtype": "int4"}, "substitute_dtype is of the method substitute"),
+    ({"method": "ngram", "substitute_dtype": "int4"}, "substitute_dtype applies to the method substitute"),
 ])
 def test_what_cannot_be_asked_for_is_refused(model: Path, flags: dict[str, Any], said: str) -> None:
     with pytest.raises(SpilloverError, match=said):

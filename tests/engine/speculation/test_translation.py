@@ -74,9 +74,9 @@ def test_the_draft_model_sees_the_same_text_whenever_it_looks(target_kind: str, 
     known = rng.randint(1, len(ids))
     request = Request("one", ids[:known], SamplingParams())
     while True:
-        side = vocabulary.side(request)
+        draft_request = vocabulary.draft_request(request)
         whole = said(target, request.token_ids.tolist())
-        seen = said(draft, side.token_ids.tolist())
+        seen = said(draft, draft_request.token_ids.tolist())
         assert whole.strip(b" ").startswith(seen.strip(b" ")) or seen.strip(b" ") == whole.strip(b" ")
         assert len(whole.strip(b" ")) - len(seen.strip(b" ")) <= 4, "but for a character that is not complete"
         if known == len(ids):
@@ -84,8 +84,8 @@ def test_the_draft_model_sees_the_same_text_whenever_it_looks(target_kind: str, 
         step = rng.randint(1, 12)
         request.token_ids.extend(ids[known:known + step])
         known = min(len(ids), known + step)
-    fresh = TranslatedVocabulary(target, draft).side(request)
-    assert side.token_ids == fresh.token_ids or len(whole) > 512, "as if it had been seen at once"
+    fresh = TranslatedVocabulary(target, draft).draft_request(request)
+    assert draft_request.token_ids == fresh.token_ids or len(whole) > 512, "as if it had been seen at once"
 
 
 @settings(max_examples=100, deadline=None)
@@ -98,11 +98,11 @@ def test_a_draft_that_is_right_is_right_in_the_models_tokens_too(target_kind: st
     ids = target.encode(text, add_special_tokens=False)
     known = rng.randint(1, len(ids))
     request = Request("one", ids[:known], SamplingParams())
-    side = vocabulary.side(request)
+    draft_request = vocabulary.draft_request(request)
     whole = draft.encode(text, add_special_tokens=False)
-    if whole[:len(side.token_ids)] != side.token_ids.tolist():
+    if whole[:len(draft_request.token_ids)] != draft_request.token_ids.tolist():
         return  # the text so far ends within a token of the draft model
-    coming = whole[len(side.token_ids):len(side.token_ids) + count]
+    coming = whole[len(draft_request.token_ids):len(draft_request.token_ids) + count]
     found = list(vocabulary.to_target(request, coming))
     assert found[:-1] == ids[known:known + len(found)][:-1]
     assert said(target, ids[known:]).startswith(said(target, found))
@@ -114,7 +114,7 @@ def test_the_end_of_a_text_is_translated() -> None:
     target, draft = TOKENIZERS["small"], TOKENIZERS["pieces"]
     vocabulary = TranslatedVocabulary(target, draft)
     request = Request("one", target.encode("Line 1 says"), SamplingParams())
-    vocabulary.side(request)
+    vocabulary.draft_request(request)
     assert draft.eos_token_id is not None
     found = vocabulary.to_target(request, [*draft.encode(" that", add_special_tokens=False)[-3:], draft.eos_token_id])
     assert found[-1] == target.eos_token_id

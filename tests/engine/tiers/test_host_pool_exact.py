@@ -59,7 +59,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengthen timeouts, so that no block is lost because the pool's process is slow on a busy machine."""
     monkeypatch.setattr(tier, "TIMEOUT_SECONDS", 20.0)
     monkeypatch.setattr(tier, "LOOKUP_SECONDS", 20.0)
-    monkeypatch.setattr(spiller, "PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr(spiller, "LOSSY_AFTER_SECONDS", 30.0)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -180,7 +180,7 @@ def test_an_engine_without_an_owner_says_so_and_works(tiny: Tiny, pool: PoolProc
     (prompt,) = prompts(1, seed=6)
     with tiny.open(pool) as llm:
         (planned,) = llm.plan.tiers
-        assert "nobody serves it" in planned.note
+        assert "no process serves it" in planned.note
         assert tiny.ask(llm, prompt) == 0
     with PoolProcess(1 << 16) as small, pytest.raises(SpilloverError, match=r"--host-pool .* holds no KV block"):
         tiny.open(small, block_size=64)

@@ -137,8 +137,8 @@ class RealRemote:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengthen timeouts, so that no block is lost because a copy is slow on a busy machine."""
-    monkeypatch.setattr(spiller, "PATIENCE_SECONDS", 30.0)
-    monkeypatch.setattr(store, "LOAD_PATIENCE", 14.0)
+    monkeypatch.setattr(spiller, "LOSSY_AFTER_SECONDS", 30.0)
+    monkeypatch.setattr(store, "LOSSY_LOAD_SECONDS", 14.0)
 
 
 def settle(world: World) -> None:

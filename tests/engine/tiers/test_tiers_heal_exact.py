@@ -73,7 +73,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengthen timeouts, so that no block is lost because a copy is slow on a busy machine."""
-    monkeypatch.setattr(spiller, "PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr(spiller, "LOSSY_AFTER_SECONDS", 30.0)
 
 
 @pytest.mark.parametrize("host", [None, "160KB"])

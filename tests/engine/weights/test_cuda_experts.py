@@ -13,7 +13,7 @@ from spillover.engine.cuda.cuda_placement import CudaExperts, fill_table
 from spillover.engine.cuda.expert_arena import ExpertArena
 from spillover.engine.cuda.expert_stream import MAX_CAPTURED_ROWS
 from spillover.engine.cuda.fetched_experts import FetchedExperts
-from spillover.engine.cuda.graph_weights import PassingLayers
+from spillover.engine.cuda.graph_weights import StreamedLayers
 from spillover.engine.cuda.host_share import HostShare
 from spillover.engine.cuda.paged_experts import PagedExperts
 from spillover.engine.cuda.stream_buffers import StreamBuffers
@@ -145,7 +145,7 @@ def test_a_step_of_many_tokens_fetches_each_missing_expert_once(name: str, quota
     assert traffic.expert_misses + traffic.expert_hits <= 5 * 2 * model.config.num_experts
     for layer, slots in lent:
         assert bool((experts.arena.slots[slots.start : slots.stop] == 255).all()) or not slots
-        experts.give_back(layer, slots)
+        experts.return_slots(layer, slots)
     model.check(experts, steps=2, seed=12)
 
 
@@ -173,7 +173,7 @@ def test_on_demand_the_host_does_the_fetching(name: str) -> None:
     cache = ExpertCache(2, model.config.num_experts, 3, LRUQuota())
     for layer in range(2):
         for expert in range(3):
-            cache.take(layer, expert, asked=False)
+            cache.assign(layer, expert, demand=False)
     experts = FetchedExperts(model.arena, cache, lambda layer, expert: model.runs[layer][expert],
                              torch.Tensor.copy_)
     model.check(experts, steps=8, seed=3)
@@ -184,7 +184,7 @@ def test_on_demand_the_host_does_the_fetching(name: str) -> None:
     model.check(experts, steps=4, seed=8)
     cache.check()
     for layer, slots in lent:
-        experts.give_back(layer, slots)
+        experts.return_slots(layer, slots)
     model.check(experts, steps=4, seed=9)
 
 
@@ -211,7 +211,7 @@ def test_slots_can_be_lent_and_given_back(name: str) -> None:
     model.check(experts, steps=8, seed=6)
     for layer, slots in lent:
         assert bool((experts.arena.slots[slots.start : slots.stop] == 255).all())  # no expert was written there
-        experts.give_back(layer, slots)
+        experts.return_slots(layer, slots)
     assert experts.paged_tokens == PAGED_TOKENS
     model.check(experts, steps=8, seed=7)
 
@@ -228,7 +228,7 @@ def test_loans_come_and_go_between_steps() -> None:
             experts.arena.slots[slots.start : slots.stop].fill_(255)  # NaN, if read as an expert
             lent.append((layer, slots))
         elif lent:
-            experts.give_back(*lent.pop(rng.randrange(len(lent))))
+            experts.return_slots(*lent.pop(rng.randrange(len(lent))))
         taken = [slot for _, slots in lent for slot in slots]
         assert len(taken) == len(set(taken))
         model.check(experts, steps=rng.randint(1, 3), seed=100 + turn)
@@ -254,13 +254,13 @@ def test_a_graph_is_good_while_the_page_table_stays() -> None:
     slots = experts.lend(0, 2)
     third = version(33)
     assert third not in (first, second)
-    experts.give_back(0, slots)
+    experts.return_slots(0, slots)
     assert version(MAX_CAPTURED_ROWS + 1) is None
 
 
 def test_layers_that_pass_keep_every_step_from_being_captured() -> None:
     experts = Model("qwen3-moe", [12, 12], 4).paged()
-    graphs = PassingLayers(experts)
+    graphs = StreamedLayers(experts)
     assert graphs.graph_version(1) is None
     assert graphs.max_unpadded_rows == PAGED_TOKENS  # a padded step would stream, but this one pages
     graphs.begin_step(33)

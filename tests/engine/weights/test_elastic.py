@@ -84,7 +84,7 @@ class Lender:
             taken.append(self.here.pop())
         return taken
 
-    def give_back(self, loan: Sequence[int]) -> None:
+    def return_loan(self, loan: Sequence[int]) -> None:
         self.here.append(loan)
 
 

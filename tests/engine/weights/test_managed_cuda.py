@@ -108,20 +108,20 @@ def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
-def managed(driver: MadeUpDriver, beside: int = 0, oversubscribe: bool = False) -> OnTheHost:
+def managed(driver: MadeUpDriver, reserved: int = 0, oversubscribe: bool = False) -> OnTheHost:
     stream = SimpleNamespace(cuda_stream=1, wait_stream=lambda other: None)
     transfers = SimpleNamespace(device=torch.device("cpu"), stream=lambda priority: stream,
                                 queue=SimpleNamespace(count=lambda priority, nbytes: None))
-    return OnTheHost(cast(CudaTransfers, transfers), beside, oversubscribe, cast(CudaDriver, driver))
+    return OnTheHost(cast(CudaTransfers, transfers), reserved, oversubscribe, cast(CudaDriver, driver))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=10), st.integers(0, 40), st.integers(0, 12), st.booleans())
-def test_no_more_is_allocated_than_the_card_has_free(sizes: list[int], free: int, beside: int, told: bool) -> None:
+def test_no_more_is_allocated_than_the_card_has_free(sizes: list[int], free: int, reserved: int, told: bool) -> None:
     driver = MadeUpDriver(free * 4096)
-    memory, total = managed(driver, beside * 4096, told), 0
+    memory, total = managed(driver, reserved * 4096, told), 0
     for size in sizes:
-        if told or total + size <= free - beside:
+        if told or total + size <= free - reserved:
             memory.allocate(size * 4096)
             total += size
             continue
@@ -175,7 +175,7 @@ def test_pages_on_the_device_fit_under_every_strategy_and_their_bytes_stay(follo
         for _ in range(rng.randint(1, 3)):
             for index in range(LAYERS):
                 with weights.part(f"layers.{index}") as part:
-                    held = weights._parts[index].whole
+                    held = weights._parts[index].all_pages
                     if strategy == "uvm-prefetch":
                         assert set(range(held.address, held.address + held.nbytes, FAULT_AROUND)) <= driver.here
                     driver.touch(held)

@@ -73,7 +73,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         pages = weights._pages
         assert isinstance(pages, EmulatedMemory)
         with pages._counting:  # no page moves while they are counted
-            mapped.append(PAGE * sum(pages.mapped(part.whole) for part in weights._parts))
+            mapped.append(PAGE * sum(pages.mapped(part.all_pages) for part in weights._parts))
         return enter(weights, index)
 
     monkeypatch.setattr(ManagedWeights, "enter", entered)
@@ -118,13 +118,13 @@ class TwoStreams:
     def allocate(self, nbytes: int) -> memoryview:
         return map_pages(nbytes)
 
-    def bring(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+    def to_device(self, pages: Sequence[Pages], ahead: bool = False) -> None:
         self.streams[ahead].append(("bring", pages))
 
-    def send_back(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+    def to_host(self, pages: Sequence[Pages], ahead: bool = False) -> None:
         self.streams[ahead].append(("leave", pages))
 
-    def begin_ahead(self) -> None:
+    def begin_prefetch(self) -> None:
         self.streams[True].append(("after", len(self.streams[False])))
 
     def wait(self) -> None:

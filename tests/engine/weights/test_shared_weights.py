@@ -88,5 +88,5 @@ def test_a_pool_that_is_too_small_is_told_and_the_rest_is_the_engines_own(tmp_pa
         assert 0 < nbytes < alone.host_bytes
         assert found == 0
         assert nbytes + own == pytest.approx(alone.host_bytes, rel=0.01)
-        assert "kept by this engine alone" in caplog.text
+        assert "kept in this engine's own memory" in caplog.text
         assert tokens(llm) == alone.tokens

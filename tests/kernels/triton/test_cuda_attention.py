@@ -42,7 +42,7 @@ class Recorded:
         self._kernels.launch(kernel, *rest, **named)
 
 
-def emulated(source: Path, form: cuda.Form, device: torch.device, late: bool = True) -> EmulatedModule:
+def emulated(source: Path, form: cuda.KernelForm, device: torch.device, late: bool = True) -> EmulatedModule:
     """Stand in for a GPU's kernels; if `late`, copies into shared memory complete only when they are waited for."""
     return EmulatedModule(source, form.options, late)
 
@@ -148,7 +148,7 @@ def test_without_a_compiler_triton_serves(monkeypatch: pytest.MonkeyPatch, caplo
 
     monkeypatch.setattr(compiled, "Module", fail)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    form, device = cuda.Form(128, 4, 16, "fp8", torch.bfloat16), torch.device("cuda", 0)
+    form, device = cuda.KernelForm(128, 4, 16, "fp8", torch.bfloat16), torch.device("cuda", 0)
     find = cuda.kernels.__wrapped__
     with caplog.at_level(logging.WARNING):
         assert find(cuda.NEW_TOKENS, form, device) is None

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spillover.kernels.cuda import coded_linear as cuda
-from spillover.kernels.cuda.coded_linear import Codes, Form, coded_linear, pack, unpack
+from spillover.kernels.cuda.coded_linear import Codes, TileForm, coded_linear, pack, unpack
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.base import Linear, Target
 from spillover.kernels.formats.batch_invariant import BatchInvariant
@@ -105,7 +105,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(bits: int, group: int, 
     form, x = codes.form(bits), inputs(2, 130, inner, torch.float16 if kind == "SUPER" else torch.bfloat16)
     tiles = pack(codes, form, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "chosen", lambda *of: cuda.MANY_CUTS[-3])  # for the same number of rows
+        patch.setattr(cuda, "choose_cut", lambda *of: cuda.MANY_CUTS[-3])  # for the same number of rows
         whole = coded_linear(x, tiles, form)
     assert_near(whole, x, weight(codes, bits))
     assert torch.equal(coded_linear(x, tiles, form), whole)
@@ -145,18 +145,18 @@ def test_more_rows_have_the_bits_of_few(kind: tuple[int, int, str, bool], strips
 
 
 def test_more_rows_have_whole_clusters_and_room() -> None:
-    form = Form(4, 1, "BFLOAT")
+    form = TileForm(4, 1, "BFLOAT")
     for rows in (17, 32, 64, 65, 128, 256, 8192):
         for channels, inner in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (48, 128)):
-            cut = cuda.chosen(rows, channels // 16, inner // 128, form, 132)
+            cut = cuda.choose_cut(rows, channels // 16, inner // 128, form, 132)
             assert isinstance(cut, cuda.ManyCut)
             assert cut in cuda.many_cuts(rows, inner // 128, form)
             assert cut.spread <= max(1, inner // 256)
 
 
-@pytest.mark.parametrize("form", [Form(4, 1, "BFLOAT"), Form(4, 4, "SUPER"), Form(4, 4, "PAIR"),
-                                  Form(8, 1, "SINGLE", True), Form(8, 4, "SINGLE", True)], ids=str)
-def test_every_cut_fits_into_shared_memory(form: Form) -> None:
+@pytest.mark.parametrize("form", [TileForm(4, 1, "BFLOAT"), TileForm(4, 4, "SUPER"), TileForm(4, 4, "PAIR"),
+                                  TileForm(8, 1, "SINGLE", True), TileForm(8, 4, "SINGLE", True)], ids=str)
+def test_every_cut_fits_into_shared_memory(form: TileForm) -> None:
     most = 226 << 10
     for few in cuda.FEW_CUTS:
         assert few.shared(form, few.rows, 2) <= most
@@ -256,12 +256,12 @@ def test_kernels_are_compiled_when_products_are_prepared(monkeypatch: pytest.Mon
     monkeypatch.setattr(cuda, "kernels", lambda *of: asked.append(of))
     spec = WeightSpec("o", (32, 256), (Source(("o",), (32,)),), GroupedInt(4, 128, "float16"))
     prepare_products(kept_on({"layers.0": [spec]}, "cuda", "bfloat16", True), Target("bfloat16", DEVICE), 64)
-    assert asked == [(Form(4, 1, "HALF"), torch.bfloat16, DEVICE)]
+    assert asked == [(TileForm(4, 1, "HALF"), torch.bfloat16, DEVICE)]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("form", [Form(8, 1, "BFLOAT", zeros=True), Form(8, 8, "SIGNED")], ids=["int8", "Q6_K"])
-def test_products_of_many_rows_spill_no_registers(form: Form, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [TileForm(8, 1, "BFLOAT", zeros=True), TileForm(8, 8, "SIGNED")], ids=["int8", "Q6_K"])
+def test_products_of_many_rows_spill_no_registers(form: TileForm, tmp_path: Path) -> None:
     """No registers are spilled; four warpgroups with 8-bit codes need the most."""
     done = subprocess.run(
         ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *form.options(torch.bfloat16),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spillover.kernels.cuda import fp8_linear as cuda
 from spillover.kernels.cuda.driver.tensor_map import capable
-from spillover.kernels.cuda.fp8_linear import Cut, FewCut, Form, Rounding, Shape, add_norm_fp8_linear, fp8_linear
+from spillover.kernels.cuda.fp8_linear import Cut, FewCut, KernelForm, Rounding, Shape, add_norm_fp8_linear, fp8_linear
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, WeightFormat
 from spillover.kernels.formats.choice import Dequantized
@@ -35,7 +35,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @cache
-def _emulated(cut: Cut | FewCut | Rounding, form: Form, dtype: torch.dtype, device: torch.device) -> EmulatedModule:
+def _emulated(cut: Cut | FewCut | Rounding, form: KernelForm, dtype: torch.dtype,
+              device: torch.device) -> EmulatedModule:
     return EmulatedModule(cut.source, cut.options(form, dtype), late=True)
 
 
@@ -228,8 +229,8 @@ def test_products_of_clusters_and_wide_rows_have_them_normed_ahead() -> None:
         for channels, inner, norms in ((6144, 4096, False), (28672, 4096, True), (57344, 8192, True),
                                        (57344, 8320, False), (4096, 14336, False)):
             shape = Shape(channels, inner, blocked, normed=True)
-            assert cuda.chosen(1, shape, 132).norms(shape) is norms
-            assert not cuda.chosen(3, shape, 132).norms(shape)
+            assert cuda.choose_cut(1, shape, 132).norms(shape) is norms
+            assert not cuda.choose_cut(3, shape, 132).norms(shape)
 
 
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
@@ -240,7 +241,7 @@ def test_every_cut_fits_an_h200() -> None:
         for blocked, gated in ((False, False), (True, False), (False, True), (True, True)):
             shape = Shape(channels, inner, blocked, gated, normed=inner <= 8192)
             for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 100, 128, 200, 256, 8192):
-                cut = cuda.chosen(rows, shape, 132)
+                cut = cuda.choose_cut(rows, shape, 132)
                 stages = cut.stages(shape, cut.blocks(rows, shape, 132), 132)
                 assert stages >= min(3, shape.chunk), (shape, rows, cut)
                 assert cut.shared(shape, stages) + 1024 <= 227 << 10
@@ -259,7 +260,7 @@ def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> No
                                  (FewCut(32, 2, resident=2), True, 0)):
         done = subprocess.run(
             ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v",
-             *cut.options(Form(blocked, False, 4, normed), torch.bfloat16), f"-I{cut.source.parent / 'include'}",
+             *cut.options(KernelForm(blocked, False, 4, normed), torch.bfloat16), f"-I{cut.source.parent / 'include'}",
              cut.source, "-o", tmp_path / "kernel.cubin"],
             check=False, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from spillover.kernels.cuda import coded_linear as cuda
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.base import Linear, Target
 from spillover.kernels.formats.coded_cuda import GgufCuda, tile_form
-from spillover.kernels.formats.gguf_codes import FORMS, Codes
+from spillover.kernels.formats.gguf_codes import CODE_FORMS, Codes
 from spillover.kernels.linear import embedding, linear
 from spillover.models.gguf.gguf_codes import codes_of
 from support.kernels.coded_kernels import DEVICE, coded_kernels
@@ -52,7 +52,7 @@ class File:
                                                 in zip(self.stored, self.kinds, strict=True)])).to(DEVICE)
 
     def load(self) -> Linear:
-        form = GgufCuda(tuple(FORMS[kind.name] for kind in self.kinds))
+        form = GgufCuda(tuple(CODE_FORMS[kind.name] for kind in self.kinds))
         assert GgufCuda.serves(form.forms, self.shape)
         tensors = form.load(self, self.shape, Target("bfloat16", DEVICE))  # type: ignore[arg-type]
         assert [(field.dtype, field.shape) for field in form.fields(self.shape, "bfloat16")] == [
@@ -85,7 +85,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(kind: Kind) -> None:
     file, x = File([kind], [48]), inputs(130)
     kept = file.load()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "chosen", lambda *of: cuda.ManyCut(16, 2, 1))  # for the same number of rows
+        patch.setattr(cuda, "choose_cut", lambda *of: cuda.ManyCut(16, 2, 1))  # for the same number of rows
         whole = linear(x, kept)
     assert_near(whole, x, file.exact())
     for rows in (1, 5, 9, 20, 33, 130):
@@ -131,14 +131,14 @@ def test_an_embedding_looks_rows_up(kind: Kind, there: bool, monkeypatch: pytest
 
 def test_a_type_takes_so_many_bytes() -> None:
     """Each type takes the expected bits per weight, in a tile of 16 by 128."""
-    taken = {name: tile_form(form).tile_bytes * 8 / 2048 for name, form in FORMS.items()}
+    taken = {name: tile_form(form).tile_bytes * 8 / 2048 for name, form in CODE_FORMS.items()}
     assert taken == {"Q4_0": 4.5, "Q4_1": 5, "Q5_0": 8.5, "Q5_1": 9, "Q8_0": 8.5, "Q4_K": 4.75, "Q5_K": 8.75,
                      "Q6_K": 8.625, "IQ4_NL": 8.5, "MXFP4": 8.5}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_cut_fits_into_shared_memory(kind: Kind) -> None:
-    form, most = tile_form(FORMS[kind.name]), 226 << 10
+    form, most = tile_form(CODE_FORMS[kind.name]), 226 << 10
     assert form.tile_bytes % 16 == 0
     for few in cuda.FEW_CUTS:
         assert few.shared(form, few.rows, 2) <= most
@@ -149,7 +149,7 @@ def test_every_cut_fits_into_shared_memory(kind: Kind) -> None:
 
 
 def test_what_is_not_of_whole_tiles_is_not_served() -> None:
-    forms = (FORMS["Q8_0"], FORMS["Q4_0"])
+    forms = (CODE_FORMS["Q8_0"], CODE_FORMS["Q4_0"])
     assert GgufCuda.serves(forms, LinearShape((32, 16), 384))
     assert not GgufCuda.serves(forms, LinearShape((24, 24), 384))  # each matrix is a separate part
     assert GgufCuda.serves(forms[:1] * 2, LinearShape((24, 24), 384))

@@ -23,7 +23,7 @@ from spillover.kernels.moe.moe import mixture_reference
 
 pytest.importorskip("triton")
 from spillover.kernels.triton.moe import moe
-from spillover.kernels.triton.moe.paged_moe import PassedMixture
+from spillover.kernels.triton.moe.paged_moe import MultiPassMixture
 from support.kernels.emulated_cuda import EmulatedModule
 from support.kernels.mixtures import DEVICE, assert_near, case
 
@@ -119,7 +119,7 @@ def test_a_row_has_the_same_bits_whatever_the_tile(
     route, routed = moe.route, {}
     monkeypatch.setattr(moe, "route", lambda scores, x, *rest: routed[len(x)] if len(x) in routed else
                         routed.setdefault(len(x), route(scores, x, *rest)))  # the routing is the same for every tile
-    form = cuda.FORMS[first.gemm.code]
+    form = cuda.KERNEL_FORMS[first.gemm.code]
     every, results = form.many, {}
     for tile in every:
         monkeypatch.setitem(form.__dict__, "many", {tile: every[tile]})
@@ -180,14 +180,14 @@ def test_passes_over_slots_are_the_resident_mixture_to_the_bit(
     kwargs = {"few_tokens": 8 if few else 0}
     resident = moe.mixture(x, scores, first, second, K, True, limit, few_tokens=0)
 
-    def begin() -> PassedMixture:
-        return PassedMixture(x, scores, K, True, first.gemm, second.width, limit, **kwargs)
+    def begin() -> MultiPassMixture:
+        return MultiPassMixture(x, scores, K, True, first.gemm, second.width, limit, **kwargs)
 
     passes = begin()
     passes.add(slots.first, slots.second, slots.row(1, 2))
     passes.add(slots.first, slots.second, slots.row(0, 3))
     assert torch.equal(passes.end(), resident)
-    whole = begin().whole(slots.first, slots.second, slots.row(0, 1, 2, 3))
+    whole = begin().single_pass(slots.first, slots.second, slots.row(0, 1, 2, 3))
     assert torch.equal(whole, moe.mixture(x, scores, first, second, K, True, limit, **kwargs))
     assert ("experts_down_pairs" in launched) is few
 

@@ -124,7 +124,7 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "architecture", lambda device: ())
     ordered_gemm.prepare([(1024, 2048, False, False), (1024, 2048, False, True), (1021, 2048, False, False),
                           (1032, 2048, False, True)], torch.bfloat16, device, 256)
-    cuts = {ordered_gemm.chosen(rows, 1024, 2048, 132, gated)
+    cuts = {ordered_gemm.choose_cut(rows, 1024, 2048, 132, gated)
             for rows in (64, 128, 192, 256) for gated in (False, True)}
     assert made == {cut.options(4, torch.bfloat16, False) for cut in cuts}
 
@@ -144,7 +144,7 @@ def test_it_serves_only_what_it_can_and_says_so() -> None:
     (64, 1024, 2048, Cut(40, groups=1, spread=True)), (64, 151936, 1024, Cut(232, groups=1)),
 ])
 def test_the_cut_keeps_multiprocessors_busy(rows: int, channels: int, inner: int, cut: Cut) -> None:
-    assert ordered_gemm.chosen(rows, channels, inner, 132) == cut
+    assert ordered_gemm.choose_cut(rows, channels, inner, 132) == cut
 
 
 def test_every_cut_fits_an_h200() -> None:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from spillover.kernels import extents
 from spillover.kernels.formats.grouped_gemm import Tile
-from spillover.kernels.moe import host_expert_queue as places
+from spillover.kernels.moe import host_expert_queue as fields
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.moe import LocalExperts
 from spillover.kernels.moe.page_table import PageTable
-from spillover.kernels.moe.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
+from spillover.kernels.moe.paged_moe import MultiPassMixtureReference, experts_reference, paged_mixture_reference
 from support.kernels.mixtures import DEVICE, assert_near, case
 
 pytest.importorskip("triton")
@@ -157,18 +157,18 @@ def host(there: Paged, queue: HostExpertQueue) -> Iterator[list[int]]:
     def work() -> None:
         turn = 0
         while not stop.is_set():
-            if int(queue.header[places.POSTED]) == turn:
+            if int(queue.header[fields.POSTED]) == turn:
                 stop.wait(1e-4)
                 continue
-            turn = int(queue.header[places.POSTED])
-            count, tokens = int(queue.header[places.COUNT]), int(queue.header[places.TOKENS])
-            layers.append(int(queue.header[places.LAYER]))
+            turn = int(queue.header[fields.POSTED])
+            count, tokens = int(queue.header[fields.COUNT]), int(queue.header[fields.TOKENS])
+            layers.append(int(queue.header[fields.LAYER]))
             pairs = queue.pairs[:count]
             rows = torch.zeros(count, queue.x.shape[1])
             everyone = torch.arange(EXPERTS, dtype=torch.int32)
             experts_reference(queue.x[:tokens][pairs[:, 0].long()], pairs[:, 1:2], everyone, *cpu, there.limit, rows)
             queue.out[:count] = rows
-            queue.header[places.DONE] = turn
+            queue.header[fields.DONE] = turn
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -216,8 +216,8 @@ def test_the_host_computes_some_experts_while_others_pass(tokens: int) -> None:
             for at, expert in enumerate(sorted(set(range(EXPERTS)) - set(mine))):
                 there.arena[at] = there.records[expert].to(DEVICE)
                 row[expert] = at
-            passes = paged.PassedMixture(x, scores, K, True, there.first.gemm, there.second.width, there.limit,
-                                         **kwargs)
+            passes = paged.MultiPassMixture(x, scores, K, True, there.first.gemm, there.second.width, there.limit,
+                                            **kwargs)
             passes.delegate(hosted, 1, queue)
             passes.add(*there.slots, row)
             assert_near(passes.end(), moe.mixture(x, scores, *there.whole, K, True, there.limit, **kwargs), 1e-5)
@@ -277,8 +277,8 @@ def test_passes_that_widen_are_one_mixture(monkeypatch: pytest.MonkeyPatch) -> N
 def passed(there: Paged, tokens: int, **kwargs: Any) -> None:
     expected = moe.mixture(there.x, there.scores, *there.whole, K, True, there.limit, **kwargs)
     gemm, inner = there.first.gemm, there.second.width
-    passes = paged.PassedMixture(there.x, there.scores, K, True, gemm, inner, there.limit, **kwargs)
-    plain = PassedMixtureReference(there.x, there.scores, K, True, gemm, inner, there.limit)
+    passes = paged.MultiPassMixture(there.x, there.scores, K, True, gemm, inner, there.limit, **kwargs)
+    plain = MultiPassMixtureReference(there.x, there.scores, K, True, gemm, inner, there.limit)
     order = random.Random(tokens).sample(range(EXPERTS), EXPERTS)
     for group in (order[:4], order[4:5], order[5:]):
         there.arena.fill_(0xAB)
@@ -307,6 +307,6 @@ def test_ranks_with_experts_of_their_own_add_up_to_the_mixture(shape: tuple[Any,
         held = [Experts(stack.weight.map(lambda tensor, own=own: tensor[own.start : own.stop].contiguous()),
                         None if stack.bias is None else stack.bias[own.start : own.stop].contiguous())
                 for stack in (of.first, of.second)]
-        total += paged.own_mixture(of.x, of.scores, *held, K, True, of.limit, own, few_tokens, tiles)
+        total += paged.local_mixture(of.x, of.scores, *held, K, True, of.limit, own, few_tokens, tiles)
     assert_near(total.to(whole.dtype), whole, 1e-5 if whole.dtype is torch.float32 else 1.5e-2)
     assert counted.tolist() == torch.bincount(of.scores.float().topk(K).indices.flatten() // each, minlength=3).tolist()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.fields import ALIGNMENT
-from spillover.kernels.moe import host_expert_queue as places
+from spillover.kernels.moe import host_expert_queue as queue_fields
 from spillover.kernels.moe.host_expert_queue import HEADER, HostExpertQueue
 from spillover.kernels.moe.page_table import LENT, NONE, PageTable, Resolution
 from spillover.kernels.moe.paging import (
@@ -210,7 +210,7 @@ def test_the_log_tells_who_was_asked_for() -> None:
 
 
 def posted(counts: list[int], pairs: int, place: list[int]) -> Resolution:
-    hosted = torch.zeros(pairs, places.PAIR, dtype=torch.int32, device=DEVICE)
+    hosted = torch.zeros(pairs, queue_fields.PAIR, dtype=torch.int32, device=DEVICE)
     for pair, row in enumerate(place):
         if row >= 0:
             hosted[row] = torch.tensor([pair // 2, 7 + pair, pair, 0], device=DEVICE)
@@ -231,21 +231,22 @@ def test_mail_is_posted_as_the_plain_one(tokens: int) -> None:
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         assert torch.equal(found.memory, expected.memory)
-        assert found.header[places.POSTED] == 1  # the second had nothing to post
+        assert found.header[queue_fields.POSTED] == 1  # the second had nothing to post
         assert found.state.tolist() == [1, 0]
 
 
 def test_mail_lies_where_its_layout_says() -> None:
-    mail = HostExpertQueue.make(3, 6, 40, DEVICE)
-    start = mail.memory.data_ptr()
+    queue = HostExpertQueue.make(3, 6, 40, DEVICE)
+    start = queue.memory.data_ptr()
     assert start % ALIGNMENT == 0
-    assert mail.header.numel() == HEADER
-    for at, array in ((mail.layout.pairs_at, mail.pairs), (mail.layout.x_at, mail.x), (mail.layout.out_at, mail.out)):
+    assert queue.header.numel() == HEADER
+    layout = queue.layout
+    for at, array in ((layout.pairs_at, queue.pairs), (layout.x_at, queue.x), (layout.out_at, queue.out)):
         assert at % ALIGNMENT == 0
         assert array.data_ptr() == start + at
-    ends = [at.data_ptr() + at.nbytes for at in (mail.header, mail.pairs, mail.x, mail.out)]
-    assert ends[0] <= mail.pairs.data_ptr() < ends[1] <= mail.x.data_ptr() < ends[2] <= mail.out.data_ptr()
-    assert ends[3] <= start + mail.layout.nbytes
+    ends = [at.data_ptr() + at.nbytes for at in (queue.header, queue.pairs, queue.x, queue.out)]
+    assert ends[0] <= queue.pairs.data_ptr() < ends[1] <= queue.x.data_ptr() < ends[2] <= queue.out.data_ptr()
+    assert ends[3] <= start + layout.nbytes
 
 
 @pytest.mark.parametrize("few", [0, 16])
@@ -255,37 +256,37 @@ def test_answers_take_their_places_in_the_sum(shared: bool, place: list[int] | N
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are added in the right places, whether each program waits for them or one does before all others."""
     monkeypatch.setattr(device, "FEW_PROGRAMS", few)
-    mail = HostExpertQueue.make(2, 4, 40, DEVICE)
-    mail.out.copy_(torch.randn(4, 40))
-    mail.state[places.TURN] = 5
-    mail.header[places.DONE] = 5
+    queue = HostExpertQueue.make(2, 4, 40, DEVICE)
+    queue.out.copy_(torch.randn(4, 40))
+    queue.state[queue_fields.TURN] = 5
+    queue.header[queue_fields.DONE] = 5
     rows = torch.randn(4, 40, dtype=torch.float32 if shared else torch.float16, device=DEVICE)
     shares = torch.rand(2, 2, device=DEVICE)
     resolution = None
     if place is not None:
         resolution = posted([0, sum(row >= 0 for row in place)], 4, place)
         rows[resolution.place >= 0] = math.nan  # these rows were never written
-    found = device.collect(rows, shares, resolution, mail, torch.float32, shared)
-    expected = collect_reference(rows, shares, resolution, mail, torch.float32, shared)
+    found = device.collect(rows, shares, resolution, queue, torch.float32, shared)
+    expected = collect_reference(rows, shares, resolution, queue, torch.float32, shared)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    assert not mail.failed
+    assert not queue.failed
 
 
 @pytest.mark.parametrize("few", [0, 16])
 def test_a_host_that_does_not_answer_is_told_of(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "FEW_PROGRAMS", few)
-    mail = HostExpertQueue.make(1, 2, 16, DEVICE)
-    mail.state[places.TURN] = 2
-    mail.header[places.DONE] = 1
+    queue = HostExpertQueue.make(1, 2, 16, DEVICE)
+    queue.state[queue_fields.TURN] = 2
+    queue.header[queue_fields.DONE] = 1
     rows, shares = torch.zeros(2, 16, device=DEVICE), torch.ones(1, 2, device=DEVICE)
-    device.collect(rows, shares, posted([0, 0], 2, [-1, -1]), mail, torch.float32, patience=20)
+    device.collect(rows, shares, posted([0, 0], 2, [-1, -1]), queue, torch.float32, patience=20)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    assert not mail.failed  # nothing was requested
-    device.collect(rows, shares, posted([0, 1], 2, [0, -1]), mail, torch.float32, patience=20)
+    assert not queue.failed  # nothing was requested
+    device.collect(rows, shares, posted([0, 1], 2, [0, -1]), queue, torch.float32, patience=20)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    assert mail.failed
+    assert queue.failed
 
 
 def test_the_plain_gather_copies_records() -> None:

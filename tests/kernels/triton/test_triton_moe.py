@@ -85,7 +85,7 @@ def test_a_few_tokens_are_summed_and_rounded_as_many_by_a_batch_invariant_format
 @pytest.mark.parametrize(("hidden", "inner", "dtype"), [(160, 144, HALF), (128, 128, torch.float32)])
 def test_widened_experts_are_those_of_the_reference(hidden: int, inner: int, dtype: torch.dtype) -> None:
     x, _, first, second = case("fp8", 1, hidden, inner, 4, dtype, False)
-    room = widening.wide_room(4, hidden, inner, x)
+    room = widening.allocate_wide(4, hidden, inner, x)
     for into in room:
         into.values.fill_(-7)
     widening.widen(first, second, room, torch.tensor([2, -1, 0, 3], dtype=torch.int32, device=DEVICE))

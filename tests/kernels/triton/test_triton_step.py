@@ -18,7 +18,7 @@ from spillover.kernels.triton.gemv import gemv, gemv_silu
 from spillover.kernels.triton.norm import add_rms_norm
 from spillover.kernels.triton.nucleus import keep_likely
 from spillover.kernels.triton.ordered_linear import LARGE, TILES, ordered_linear, ordered_linear_silu
-from spillover.kernels.triton.step_upload import bring, fill_tokens, update_tables
+from spillover.kernels.triton.step_upload import copy_inputs, fill_tokens, update_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter truncates to bfloat16 where the device rounds.
@@ -144,7 +144,7 @@ def test_bytes_are_brought_from_the_host(nbytes: int) -> None:
     pinned = torch.arange(12_000).to(torch.uint8)
     pinned = pinned.pin_memory() if DEVICE == "cuda" else pinned
     found = torch.full((12_000,), 255, dtype=torch.uint8, device=DEVICE)
-    bring(found.view(torch.int64), pinned.view(torch.int64), nbytes)
+    copy_inputs(found.view(torch.int64), pinned.view(torch.int64), nbytes)
     whole = -(-nbytes // 8) * 8
     assert torch.equal(found[:whole].cpu(), pinned[:whole])
     assert (found[whole:] == 255).all()

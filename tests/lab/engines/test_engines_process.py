@@ -143,7 +143,7 @@ def test_an_engine_that_ends_at_its_start_is_a_result_with_its_reason(tmp_path: 
     with pytest.raises(EngineFailed) as failed:
         engine(tmp_path, then="exit", status=3, say=["loading", "ValueError: no such architecture"]).start()
     assert failed.value.cause == "no start"
-    assert "ended with status 3" in failed.value.reason
+    assert "exited with status 3" in failed.value.reason
     assert "no such architecture" in failed.value.reason
     assert failed.value.log_tail == "loading\nValueError: no such architecture"
     assert failed.value.to_json()["cause"] == "no start"

@@ -78,6 +78,6 @@ def test_an_engine_process_that_died_and_came_back_has_crashed(engine: Engine) -
     while not total(engine.metrics(), "spillover:engine_restarts") or status_of(engine.running.url + "/health") != 200:
         assert time.monotonic() < end, "the supervisor did not start it again"
         time.sleep(0.1)
-    with pytest.raises(EngineFailed, match="died and was started again") as failed:
+    with pytest.raises(EngineFailed, match="died and was restarted") as failed:
         engine.check()
     assert failed.value.cause == "crash"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from spillover.errors import SpilloverError
-from spillover.memory.shared_pool.index import FULL, PAGE, THERE, Client, PoolIndex, slab_size
+from spillover.memory.shared_pool.index import FULL, PAGE, PRESENT, Client, PoolIndex, slab_size
 
 SLAB = 4 * PAGE
 SLABS = 4
@@ -52,7 +52,7 @@ class Books(RuleBasedStateMachine):
         known = {key for _, key in (lease for other in self.clients if other.model is client.model
                                     for lease in self.leased[id(other)])}
         for key, place in zip(keys, self.index.take(client, keys), strict=True):
-            if place == THERE:
+            if place == PRESENT:
                 assert key in known or self.index.find(client, [key]) == [True]
             elif place != FULL:
                 assert place + PAYLOADS[client.model.identity[0]] <= SLABS * SLAB
@@ -216,10 +216,10 @@ def test_a_block_that_another_client_writes_is_there() -> None:
     index = PoolIndex(SLAB, SLAB)
     one, two = index.join(b"a", PAGE, {}), index.join(b"a", PAGE, {})
     assert index.take(one, [b"x"]) == [0]
-    assert index.take(two, [b"x"]) == [THERE]
+    assert index.take(two, [b"x"]) == [PRESENT]
     assert index.find(two, [b"x"]) == [False]
     index.leave(one)
-    assert index.take(two, [b"x"]) != [THERE]
+    assert index.take(two, [b"x"]) != [PRESENT]
 
 
 def test_what_cannot_be_prepared_makes_the_pool_smaller() -> None:

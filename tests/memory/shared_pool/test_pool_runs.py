@@ -35,7 +35,7 @@ def test_random_use_never_exceeds_the_budget_nor_takes_from_a_user(seed: int) ->
 
     index = PoolIndex(8 * SLAB, SLAB)
     runs = PoolRuns(index, make)
-    index.reclaim = lambda: runs.make_room(1)
+    index.reclaim = lambda: runs.free_slabs(1)
     client = index.join(b"model", SLAB, {})
     users: list[object] = [object() for _ in range(4)]
     held: dict[object, set[tuple[bytes, int]]] = {user: set() for user in users}
@@ -45,7 +45,7 @@ def test_random_use_never_exceeds_the_budget_nor_takes_from_a_user(seed: int) ->
         match chance.choice(["take", "take", "written", "leave", "block", "evict"]):
             case "take":
                 idle = sum(run.slabs for run in runs if not run.users)
-                run, room = runs.take(user, name), index.unused + idle
+                run, room = runs.acquire(user, name), index.unused + idle
                 if run is None:
                     continue  # no room, or no memory
                 if name in writers and user not in writers[name].users:
@@ -57,7 +57,7 @@ def test_random_use_never_exceeds_the_budget_nor_takes_from_a_user(seed: int) ->
             case "written":
                 assert runs.written(user, name) == (name in writers and user in writers[name].users)
             case "leave":
-                runs.leave(user)
+                runs.release(user)
                 held[user].clear()
             case "block":
                 before = {run.name for run in runs if run.users}
@@ -125,7 +125,7 @@ def test_a_pool_without_room_or_without_an_owner_is_told_once(pool: PoolProcess,
     caplog.clear()
     other = SharedWeights(pool.path, HostPool())
     assert other.keep(small) is None
-    assert "kept by this engine alone" in caplog.text
+    assert "kept in this engine's own memory" in caplog.text
 
 
 def test_damage_is_seen_and_a_writer_that_dies_leaves_nothing(pool: PoolProcess, monkeypatch: pytest.MonkeyPatch,
@@ -136,7 +136,7 @@ def test_damage_is_seen_and_a_writer_that_dies_leaves_nothing(pool: PoolProcess,
     assert memory is not None
     memory[49_999] ^= 4
     assert two.keep(content) is None
-    assert "not what it should be" in caplog.text
+    assert "differ from the checkpoint's" in caplog.text
     program = """
 import sys, time
 from pathlib import Path

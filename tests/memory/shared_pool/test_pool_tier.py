@@ -370,7 +370,7 @@ def test_refusals_are_sentences(pool: PoolProcess) -> None:
     with pytest.raises(PoolUnavailableError, match="cannot hold KV blocks"), \
             Connections(pool.path, b"big", pool.capacity, {}).use(deadline):
         pass
-    with pytest.raises(PoolUnavailableError, match="nobody serves it"):
+    with pytest.raises(PoolUnavailableError, match="no process serves it"):
         ask_owner(pool.path.with_name("none"), wire.Ask(), wire.Report)
     with pytest.raises(PoolUnavailableError, match="no models"):
         ask_owner(pool.path, wire.Evict(1, "abcd"), wire.Count)
@@ -380,7 +380,7 @@ def test_a_missing_owner_may_come_later(pool: PoolProcess, caplog: pytest.LogCap
     pool.kill()
     tier = open_tier(pool)
     assert put(tier, some_blocks(1)) == [False]
-    assert sum("nobody serves it" in record.message or "closed" in record.message for record in caplog.records) == 1
+    assert sum("no process serves it" in record.message or "closed" in record.message for record in caplog.records) == 1
     pool.start()
     until(lambda: tier.stats().available)
     assert put(tier, some_blocks(1)) == [True]

@@ -316,7 +316,7 @@ def test_bad_arguments_are_refused_in_one_sentence(tmp_path: Path) -> None:
     close(open_disk(tmp_path / "new", capacity_bytes=room_for(1)))
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(SpilloverError, match="is, or lies in, a file"):
+        with pytest.raises(SpilloverError, match="is a file, or inside a file"):
             open_disk(path)
 
 

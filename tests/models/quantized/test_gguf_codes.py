@@ -19,7 +19,7 @@ from spillover.engine.planned import plan_model
 from spillover.errors import CheckpointError
 from spillover.kernels import native
 from spillover.kernels.formats.coded_cuda import GgufCuda, tile_form
-from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes
+from spillover.kernels.formats.gguf_codes import CODE_FORMS, GgufCodes
 from spillover.kernels.linear import unpack
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.loader import PartReader
@@ -75,7 +75,8 @@ def test_weights_in_codes_are_those_that_are_widened(case: str, kind: Kind, tmp_
             assert torch.equal(unpack(found), unpack(named[spec.name])), f"{part}.{spec.name}"
             if spec.format is not None:
                 matrices = len(spec.sources[0].names)
-                assert (found.format == GgufCodes((FORMS[kind.name],) * matrices)) == isinstance(spec.format, GgufCodes)
+                in_codes = found.format == GgufCodes((CODE_FORMS[kind.name],) * matrices)
+                assert in_codes == isinstance(spec.format, GgufCodes)
             coded += isinstance(spec.format, GgufCodes)
         counted = kept_on(specs, "cpu", "float32")[part]
         assert sum(weight.nbytes for weight in kept[part].values()) == part_nbytes(counted, "float32"), part
@@ -85,7 +86,7 @@ def test_weights_in_codes_are_those_that_are_widened(case: str, kind: Kind, tmp_
 def test_matrices_that_are_joined_stay_in_codes_only_if_all_are_in_codes(tmp_path: Path) -> None:
     specs, kept = loaded(quantised("qwen2", tmp_path, Kind.Q4_1, attn_v=Kind.Q8_0, ffn_up=Kind.F16), keep=True)
     forms = {spec.name: getattr(spec.format, "forms", None) for spec in specs["layers.0"]}
-    four, eight = FORMS["Q4_1"], FORMS["Q8_0"]
+    four, eight = CODE_FORMS["Q4_1"], CODE_FORMS["Q8_0"]
     assert (forms["qkv"], forms["o"], forms["gate_up"], forms["down"]) == ((four, four, eight), (four,), None, (four,))
     assert not isinstance(kept["layers.0"]["gate_up"].format, GgufCodes)
 
@@ -104,7 +105,7 @@ def test_experts_stay_in_codes(tmp_path: Path) -> None:
         _, widened = loaded(path, keep=False)
         for name, matrices in (("experts.gate_up", 2), ("experts.down", 1)):
             found, plain = kept["layers.1"][name], widened["layers.1"][name]
-            assert found.format == GgufCodes((FORMS["Q5_0"],) * matrices)
+            assert found.format == GgufCodes((CODE_FORMS["Q5_0"],) * matrices)
             for expert in range(4):
                 assert torch.equal(unpack(found.expert(expert)), unpack(plain.expert(expert)))
         counted = part_nbytes(kept_on(specs, "cpu", "float32")["layers.1"], "float32")
@@ -162,7 +163,7 @@ def test_a_plan_for_a_gpu_counts_codes(tmp_path: Path, monkeypatch: pytest.Monke
                 assert len(kept["layers.1"][1].fields("bfloat16")) == 2  # q and k, and v in another type
     # Norms are not quantised.
     norms = 2 * 256 * (2 * 2 + 1)
-    four, six = tile_form(FORMS["Q4_K"]).tile_bytes, tile_form(FORMS["Q6_K"]).tile_bytes
+    four, six = tile_form(CODE_FORMS["Q4_K"]).tile_bytes, tile_form(CODE_FORMS["Q6_K"]).tile_bytes
     tiles = 2 * (16 * 2 * 2 + 8 * 2 * 2 + 32 * 2 * 2 + 16 * 4) + 2 * 6 * 2
     in_six = 6 * 2 + 8 * 2 + 16 * 4
     assert plans[(9, 0), "keep"] == ((tiles - in_six) * four + in_six * six + norms, True)
@@ -229,9 +230,9 @@ def test_a_file_in_q4_k_m_stays_in_its_codes(tmp_path: Path) -> None:
     _, widened = loaded(path, keep=False)
     forms = {(part, spec.name): spec.format.forms for part, listed in specs.items() for spec in listed
              if isinstance(spec.format, GgufCodes)}
-    assert forms["layers.0", "qkv"] == (FORMS["Q4_K"], FORMS["Q4_K"], FORMS["Q4_K"])
-    assert forms["layers.1", "qkv"] == (FORMS["Q4_K"], FORMS["Q4_K"], FORMS["Q6_K"])
-    assert (forms["layers.0", "down"], forms["layers.1", "down"]) == ((FORMS["Q5_0"],), (FORMS["Q8_0"],))
+    assert forms["layers.0", "qkv"] == (CODE_FORMS["Q4_K"], CODE_FORMS["Q4_K"], CODE_FORMS["Q4_K"])
+    assert forms["layers.1", "qkv"] == (CODE_FORMS["Q4_K"], CODE_FORMS["Q4_K"], CODE_FORMS["Q6_K"])
+    assert (forms["layers.0", "down"], forms["layers.1", "down"]) == ((CODE_FORMS["Q5_0"],), (CODE_FORMS["Q8_0"],))
     for part, named in widened.items():
         for name, weight in named.items():
             assert torch.equal(unpack(kept[part][name]), unpack(weight)), f"{part}.{name}"

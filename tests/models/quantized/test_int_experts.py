@@ -26,7 +26,7 @@ def test_numbers_are_those_of_the_checkpoint(base: GroupedInt) -> None:
     if base.zeros:
         tensors[2].random_(0, 1 << base.bits)
     kept = IntExperts(base)
-    made = kept.kept(shape, tuple(tensors))
+    made = kept.packed_tensors(shape, tuple(tensors))
     assert [(list(t.shape), t.dtype) for t in made] == [
         (list(field.shape), getattr(torch, field.dtype)) for field in kept.fields(shape, "bfloat16")]
     wanted = base.dequantize(Linear(base, shape, tuple(tensors)), torch.float32)

@@ -37,4 +37,4 @@ def test_a_template_that_fails_is_told_at_the_start(tmp_path: Path) -> None:
     template = tmp_path / "failing.jinja"
     template.write_text("{{ 10**(10**8) }}")
     with running("--load-format", "null", "--max-model-len", "512", "--chat-template", str(template)) as server:
-        assert "chats will be refused" in server.log()
+        assert "chat requests will be rejected" in server.log()

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from spillover.kernels.cuda import coded_linear as cuda
-from spillover.kernels.cuda.coded_linear import Form
+from spillover.kernels.cuda.coded_linear import TileForm
 from support.kernels.emulated_cuda import EmulatedModule, described
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @cache
-def _emulated(form: Form, dtype: torch.dtype, device: torch.device) -> EmulatedModule:
+def _emulated(form: TileForm, dtype: torch.dtype, device: torch.device) -> EmulatedModule:
     return EmulatedModule(cuda.SOURCE, form.options(dtype), late=True)
 
 

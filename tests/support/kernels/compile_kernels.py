@@ -22,7 +22,7 @@ from spillover.kernels.triton import ordered_linear
 from spillover.kernels.triton.attention import ordered_decode, ordered_prefill
 from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES
 from spillover.kernels.triton.codes import CODES
-from spillover.kernels.triton.launch import AS_WRITTEN
+from spillover.kernels.triton.launch import NO_FUSION
 
 TARGET, PROCESSOR = GPUTarget("cuda", 90, 32), "sm_90a"
 ATTENTION = {
@@ -46,7 +46,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
              if name not in constants and name not in ("rows", "scale", "eps") and "desc" not in types.get(name, "")]
     source = ASTSource(kernel, signature, constants, {(index,): [["tt.divisibility", 16]] for index in plain})
     made = triton.compile(source, TARGET, {"num_warps": warps, "num_stages": stages, "launch_pdl": early,
-                                           "maxnreg": registers, **AS_WRITTEN})
+                                           "maxnreg": registers, **NO_FUSION})
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])

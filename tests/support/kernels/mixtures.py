@@ -10,7 +10,7 @@ from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats import fp8_block, mxfp4
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
-from spillover.kernels.formats.gguf_codes import FORMS
+from spillover.kernels.formats.gguf_codes import CODE_FORMS
 from spillover.kernels.formats.gguf_experts import GgufExperts, experts_format
 from spillover.kernels.formats.grouped_int import GroupedInt
 from spillover.kernels.formats.int_experts import IntExperts
@@ -30,7 +30,7 @@ def stack(weight: Tensor, form: str, bias: Tensor | None, parts: int = 1) -> Exp
         bits, group = map(int, form.removeprefix("int").split("_"))
         base = GroupedInt(bits, group, "bfloat16", zeros=True)
         each = [int_tensors(one.float(), base) for one in weight]
-        kept = [IntExperts(base).kept(shape, tensors) for tensors in each]
+        kept = [IntExperts(base).packed_tensors(shape, tensors) for tensors in each]
         return Experts(Linear(IntExperts(base), shape, tuple(map(torch.stack, zip(*kept, strict=True)))), bias)
     if form.startswith("gguf_"):
         return gguf_stack(weight, form.removeprefix("gguf_").split("_and_"), parts, bias)
@@ -48,10 +48,10 @@ def stack(weight: Tensor, form: str, bias: Tensor | None, parts: int = 1) -> Exp
 def gguf_stack(weight: Tensor, kinds: list[str], parts: int, bias: Tensor | None) -> Experts:
     """Return a dense [E, N, K] stack in GGUF types, in the format used for a layer that contains all of `kinds`."""
     shape = LinearShape((weight.shape[1] // parts,) * parts, weight.shape[2])
-    form = experts_format({FORMS[kind] for kind in kinds}, [LinearShape((128,), 128)])
+    form = experts_format({CODE_FORMS[kind] for kind in kinds}, [LinearShape((128,), 128)])
     assert isinstance(form, GgufExperts)
     stored = [codes_of(quantize_more(one.float().cpu().numpy(), Kind[kinds[0]]), Kind[kinds[0]]) for one in weight]
-    kept = [form.kept(codes) for codes in stored]
+    kept = [form.packed_tensors(codes) for codes in stored]
     return Experts(Linear(form, shape, tuple(torch.stack(t).to(weight.device) for t in zip(*kept, strict=True))), bias)
 
 

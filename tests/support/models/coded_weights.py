@@ -9,10 +9,10 @@ from torch import Tensor
 
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.formats.base import Linear
-from spillover.kernels.formats.gguf_codes import FORMS, pack_codes
+from spillover.kernels.formats.gguf_codes import CODE_FORMS, pack_codes
 from spillover.models.gguf.gguf_codes import codes_of
 
-KINDS = [Kind[name] for name in FORMS]
+KINDS = [Kind[name] for name in CODE_FORMS]
 _HALVES = {Kind.Q4_1: (0, 2), Kind.Q5_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
            Kind.MXFP4: ()}
 

@@ -52,7 +52,7 @@ class _Events:
 
     state = IndexState.EXACT
 
-    def lost(self) -> None: ...
+    def reset(self) -> None: ...
 
     def computed(self, keys: Sequence[int]) -> None: ...
 
@@ -67,7 +67,7 @@ class _Server:
         self.computing = False
         self.token_seconds = token_seconds
         self._fleet = fleet
-        self._place = place
+        self._replica = place
         self._capacity = capacity
         self._cache: OrderedDict[int, None] = OrderedDict()
 
@@ -82,10 +82,10 @@ class _Server:
         for key in reversed(keys):
             self._cache[key] = None
             self._cache.move_to_end(key)
-        self._fleet.index.store(self._place, GPU, new)
+        self._fleet.prefix_index.store(self._replica, GPU, new)
         while len(self._cache) > self._capacity:
-            self._fleet.index.remove(self._place, GPU, (self._cache.popitem(last=False)[0],))
-        self._fleet.replicas[self._place].update(ReplicaReport(self.token_seconds, device_blocks=self._capacity,
+            self._fleet.prefix_index.remove(self._replica, GPU, (self._cache.popitem(last=False)[0],))
+        self._fleet.replicas[self._replica].update(ReplicaReport(self.token_seconds, device_blocks=self._capacity,
                                                     device_blocks_used=len(self._cache)))
 
 
@@ -138,7 +138,7 @@ def simulate(policy: str, arrivals: Sequence[Arrival], replicas: int = 4, capaci
         decision = fleet.decide(prompt, now)
         assert decision is not None
         fleet.count(prompt, decision)
-        place = decision.replica.place
+        place = decision.replica.index
         outcome.served[place] += 1
         outcome.chosen[index] = place
         servers[place].waiting.append((index, arrival, fleet.send(prompt, decision, now)))

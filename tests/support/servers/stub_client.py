@@ -21,5 +21,5 @@ class StubClient:
         self.stats = LiveStats(time=2.0, blocks_total=100, blocks_free=70, blocks_evictable=20, blocks_protected=10,
                                block_size=16, tiers=(TierUse("device", 500, 1000, 100, 200),))
 
-    def latest(self) -> LiveStats:
+    def latest_stats(self) -> LiveStats:
         return self.stats

@@ -48,21 +48,21 @@ def run_batch(requests: Sequence[ServeRequest], options: LoadOptions) -> Run:
             "output_lens": [request.output_len for request in requests], "one_by_one": at_once == 1,
             "sampling": dict(options.dialect.extra_body), "ignore_eos": options.dialect.ignore_eos is not False}
     began = time.time()
-    told = _post(options.base_url + PATH, body, options.timeout)
+    report = _post(options.base_url + PATH, body, options.timeout)
     records = [_record(index, request, each) for index, (request, each) in
-               enumerate(zip(requests, told["requests"], strict=True))]
+               enumerate(zip(requests, report["requests"], strict=True))]
     details = {**options.details, "arrival": "closed" if at_once == 1 else "burst", "url": options.base_url,
                "endpoint": PATH, "offered": len(requests), "not_sent": 0, "stopped": None}
-    return Run(tuple(records), began, float(told["seconds"]), ClientHealth(),
+    return Run(tuple(records), began, float(report["seconds"]), ClientHealth(),
                steady_window(records, at_once == 1), {}, details)
 
 
-def _record(index: int, request: ServeRequest, told: Mapping[str, Any]) -> RequestRecord:
-    count = int(told["output_tokens"])
-    later = ((float(told["done"]), count - 1),) if count > 1 else ()
-    return RequestRecord(index, float(told["sent"]), float(told["sent"]), ((float(told["first"]), 1), *later),
-                         float(told["done"]), request.prompt_len, count, request.output_len,
-                         sources=told["sources"], timings=told["timings"])
+def _record(index: int, request: ServeRequest, report: Mapping[str, Any]) -> RequestRecord:
+    count = int(report["output_tokens"])
+    later = ((float(report["done"]), count - 1),) if count > 1 else ()
+    return RequestRecord(index, float(report["sent"]), float(report["sent"]), ((float(report["first"]), 1), *later),
+                         float(report["done"]), request.prompt_len, count, request.output_len,
+                         sources=report["sources"], timings=report["timings"])
 
 
 def _post(url: str, body: Mapping[str, Any], timeout: float) -> Any:

@@ -11,13 +11,13 @@ from spillover.bench.serving.openai_api import Answer, refusal
 from spillover.bench.serving.sse import EventParser
 from spillover.http_wire import BrokenOff, Sink
 
-Heard = Callable[[float, int, bool], None]  # (seconds since sending, number of new tokens, whether they are the first)
+OnTokens = Callable[[float, int, bool], None]  # called with the seconds since sending, the new tokens, and if first
 
 
 class Flight:
-    def __init__(self, connection: Connection, heard: Heard) -> None:
+    def __init__(self, connection: Connection, on_tokens: OnTokens) -> None:
         self.answer = Answer()
-        self._connection, self._heard = connection, heard
+        self._connection, self._on_tokens = connection, on_tokens
         self._parser = EventParser()
         self._refused: list[bytes] = []
 
@@ -34,13 +34,13 @@ class Flight:
             async with asyncio.timeout(timeout):
                 reply = await connection.exchange(call, self._sink)
         except TimeoutError:
-            answer.error = answer.error or f"no end within {timeout:g} s"
+            answer.error = answer.error or f"not finished within {timeout:g} s"
         except BrokenOff:
-            answer.error = answer.error or "the connection broke in the middle of the answer"
+            answer.error = answer.error or "the connection broke before the answer was complete"
         except OSError as error:
             answer.error = answer.error or str(error) or type(error).__name__
         else:
-            self._judge(reply)
+            self._check_completion(reply)
             return True
         await connection.close()
         return False
@@ -52,21 +52,21 @@ class Flight:
         answer = self.answer
         for data in self._parser.feed(piece):
             first = not answer.begun
-            tokens = answer.take(at, data)
+            tokens = answer.add_event(at, data)
             if tokens:
-                self._heard(at - self._connection.sent, tokens, first)
+                self._on_tokens(at - self._connection.sent, tokens, first)
 
     def _keep(self, _at: float, piece: bytes) -> None:
         self._refused.append(piece)
 
-    def _judge(self, reply: Reply) -> None:
+    def _check_completion(self, reply: Reply) -> None:
         answer = self.answer
         if reply.status != 200:
             answer.error = refusal(reply.status, b"".join(self._refused))
         elif not reply.is_stream:
             answer.error = f"the answer is {reply.headers.get('content-type', 'of no type')}, not a stream of events"
         elif answer.error is None and not answer.finished:
-            answer.error = "the stream ended before the answer did"
+            answer.error = "the stream ended before the answer was complete"
 
 
 async def sleep_until(when: float) -> None:

@@ -64,7 +64,7 @@ class Connection:
 
     async def send(self, call: Call) -> Reply:
         """Send a call and read the answer's head; `read`, `chunks` or `close` must follow."""
-        return _reply(await self._attempt(call, lambda wire: wire.headed, None))
+        return _reply(await self._attempt(call, lambda wire: wire.head_received, None))
 
     async def read(self, reply: Reply) -> bytes:
         return b"".join([piece async for piece in self.chunks(reply)])
@@ -109,7 +109,7 @@ class Connection:
                 await awaited(wire)
                 return wire
             except NoAnswer:
-                if not kept or wire.heard:
+                if not kept or wire.any_received:
                     raise
             wire, kept = await self._open(), False  # the server had closed the idle connection at that moment
 

@@ -35,8 +35,8 @@ from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.workloads.arrivals import Arrivals
 from spillover.errors import SpilloverError
 
-TICK = 0.02  # seconds between two measurements of the event loop's delay
-TELL = 0.25  # seconds between two progress reports
+TICK_SECONDS = 0.02  # seconds between two measurements of the event loop's delay
+PROGRESS_SECONDS = 0.25  # seconds between two progress reports
 OVER_SATURATED = "over-saturated: requests came faster than they were answered"
 
 
@@ -126,24 +126,24 @@ def chains(requests: Sequence[ServeRequest], arrivals: Arrivals) -> list[Chain]:
 
 
 def run_share(share: Sequence[Chain], options: LoadOptions, begin: Callable[[], float],
-              tell: Callable[[Live], None]) -> Share:
+              report_progress: Callable[[Live], None]) -> Share:
     """Run a share of the load and return when all answers have arrived. `begin` is called once connections are open and
     returns the time of `time.perf_counter()` that counts as 0; it is the same for all processes."""
     with _quiet_memory(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         loop = runner.get_loop()
-        running = loop.create_task(_Generator(share, options, tell).run(begin))
+        running = loop.create_task(_Generator(share, options, report_progress).run(begin))
         with _interrupted_by(lambda: loop.call_soon_threadsafe(running.cancel)):
             return loop.run_until_complete(running)
 
 
 class _Generator:
-    def __init__(self, share: Sequence[Chain], options: LoadOptions, tell: Callable[[Live], None]) -> None:
+    def __init__(self, share: Sequence[Chain], options: LoadOptions, report_progress: Callable[[Live], None]) -> None:
         parts = options.address()
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = _tls(options.insecure) if parts.scheme == "https" else None
         self._headers = (("Content-Type", "application/json"), TIMINGS_HEADER, *options.headers)
-        self._share, self._options, self._tell = share, options, tell
+        self._share, self._options, self._report_progress = share, options, report_progress
         limit = options.arrivals.max_concurrency
         self._slots = contextlib.nullcontext() if limit is None else asyncio.Semaphore(limit)
         self._start = 0.0
@@ -181,11 +181,11 @@ class _Generator:
             ticking.cancel()
             for connection in self._idle:
                 await connection.close()
-        self._tell(self._live())
+        self._report_progress(self._live())
         return Share(tuple(self._records), tuple(self._lags), tuple(self._delays), busy, self._stopped)
 
     async def _run_chain(self, chain: Chain) -> None:
-        said = Conversation(self._options.dialect.kind)
+        conversation = Conversation(self._options.dialect.kind)
         due = None if chain.at is None else self._start + chain.at
         for turn, (index, request) in enumerate(chain.turns):
             if turn:
@@ -197,20 +197,21 @@ class _Generator:
             async with self._slots:
                 if self._over():
                     return
-                failure = await self._request(index, request, said, due, goes_on=turn + 1 < len(chain.turns))
+                failure = await self._request(index, request, conversation, due, turn + 1 < len(chain.turns))
             if failure is not None:
                 self._give_up(chain.turns[turn + 1:], failure)
                 return
 
-    async def _request(self, index: int, request: ServeRequest, said: Conversation, due: float | None,
-                       goes_on: bool) -> str | None:
+    async def _request(self, index: int, request: ServeRequest, conversation: Conversation, due: float | None,
+                       has_next_turn: bool) -> str | None:
         """Send one request and read its answer. Return why its session cannot continue, or None if it can."""
         ready = time.perf_counter()  # any delay from here on is the client's own
         options = self._options
-        ids_matter = goes_on and not isinstance(request.prompt, str)
-        call = Call("POST", options.path, options.dialect.body(request, said.ask(request), ids_matter), self._headers)
+        ids_matter = has_next_turn and not isinstance(request.prompt, str)
+        body = options.dialect.body(request, conversation.next_prompt(request), ids_matter)
+        call = Call("POST", options.path, body, self._headers)
         connection = self._idle.pop() if self._idle else Connection(self._host, self._port, self._tls)
-        flight = Flight(connection, self._heard)
+        flight = Flight(connection, self._on_tokens)
         self._sent += 1
         reusable = await flight.run(call, options.timeout)
         done = time.perf_counter()
@@ -223,13 +224,13 @@ class _Generator:
         self._records.append(record)
         self._completed += record.ok
         self._failed += not record.ok
-        if record.ok and goes_on:
+        if record.ok and has_next_turn:
             ids = flight.answer.token_ids
             if ids_matter and not ids:
                 ids = await self._tokenize(flight.answer.text)
             if ids_matter and not ids:
                 return "the server does not return the token ids of its answers, which the next prompt needs"
-            said.add_answer(flight.answer.text, ids)
+            conversation.add_answer(flight.answer.text, ids)
         return record.error
 
     def _record(self, index: int, request: ServeRequest, answer: Answer, scheduled: float, sent: float,
@@ -252,8 +253,8 @@ class _Generator:
             self._sent += 1
             self._failed += 1
             self._records.append(RequestRecord(index, now, now, (), now, request.prompt_len, 0, request.output_len,
-                                               f"not sent, as the turn before failed: {why}", session=request.session,
-                                               turn=request.turn))
+                                               f"not sent, because the previous turn failed: {why}",
+                                               session=request.session, turn=request.turn))
 
     async def _tokenize(self, text: str) -> list[int]:
         """Return the token ids of an answer from the server's tokenizer, for servers that do not send them."""
@@ -270,7 +271,7 @@ class _Generator:
             await connection.close()
         return []
 
-    def _heard(self, since: float, tokens: int, first: bool) -> None:
+    def _on_tokens(self, since: float, tokens: int, first: bool) -> None:
         self._tokens += tokens
         if first:
             self._firsts += 1
@@ -282,7 +283,7 @@ class _Generator:
         """Return whether nothing more should be sent."""
         seconds = self._options.seconds
         if self._stopped is None and seconds is not None and time.perf_counter() - self._start > seconds:
-            self._stopped = f"{seconds:g} s were over"
+            self._stopped = f"the time limit of {seconds:g} s was reached"
         if self._stopped is None and self._watch is not None and self._watch.is_saturated():
             self._stopped = OVER_SATURATED
         return self._stopped is not None
@@ -302,16 +303,16 @@ class _Generator:
             self._idle.insert(0, connection)  # `pop` then uses them in the order in which the server accepted them
 
     async def _tick(self) -> None:
-        told, due = 0.0, time.perf_counter()
+        reported_at, due = 0.0, time.perf_counter()
         while True:
-            due += TICK
+            due += TICK_SECONDS
             await sleep_until(due)
             now = time.perf_counter()
             self._delays.append(now - due)
-            due = max(due, now - TICK)  # count a long pause only once
-            if now - told >= TELL:
-                told = now
-                self._tell(self._live())
+            due = max(due, now - TICK_SECONDS)  # count a long pause only once
+            if now - reported_at >= PROGRESS_SECONDS:
+                reported_at = now
+                self._report_progress(self._live())
 
     def _live(self) -> Live:
         return Live(max(0.0, time.perf_counter() - self._start), self._total, self._sent, self._completed, self._failed,

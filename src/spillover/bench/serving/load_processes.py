@@ -49,20 +49,20 @@ def run_load(requests: Sequence[ServeRequest], options: LoadOptions,
     work = chains(requests, arrivals)
     closed = work[0].at is None
     headers = dict(options.headers)
-    asked = (options.base_url, headers, options.insecure)
-    before = server_facts.counters(*asked) if options.read_counters else {}
+    server = (options.base_url, headers, options.insecure)
+    before = server_facts.counters(*server) if options.read_counters else {}
     count = min(len(work), options.processes or automatic_processes(options, work))
     if arrivals.static_batch_size is not None and count > 1:
         raise SpilloverError("--static-batch-size needs a single client process, which sees when a whole batch has "
                              "finished; leave --client-processes out")
     start, shares = _run(work, options, count, progress or (lambda live: None))
-    after = server_facts.counters(*asked) if before else {}
+    after = server_facts.counters(*server) if before else {}
     records = sorted((record for share in shares for record in share.records), key=lambda record: record.index)
     own = [chain.turns[0][1].at for chain in work]
     stopped = next((share.stopped for share in shares if share.stopped), None)
     details = {**options.details, **arrivals.describe(own), "url": options.base_url, "endpoint": options.path,
                "model": options.dialect.model, "offered": len(requests), "not_sent": len(requests) - len(records),
-               "stopped": stopped, "server_version": server_facts.version(*asked) if options.read_counters else None}
+               "stopped": stopped, "server_version": server_facts.version(*server) if options.read_counters else None}
     return Run(
         records=tuple(records),
         start_unix=time.time() + (start - time.perf_counter()),
@@ -99,7 +99,7 @@ def automatic_processes(options: LoadOptions, work: Sequence[Chain]) -> int:
 
 
 def _run(work: Sequence[Chain], options: LoadOptions, count: int,
-         tell: Callable[[Live], None]) -> tuple[float, list[Share]]:
+         report_progress: Callable[[Live], None]) -> tuple[float, list[Share]]:
     if count == 1:
         started = [0.0]
 
@@ -107,31 +107,31 @@ def _run(work: Sequence[Chain], options: LoadOptions, count: int,
             started[0] = time.perf_counter() + 0.005
             return started[0]
 
-        share = run_share(work, options, begin, tell)
+        share = run_share(work, options, begin, report_progress)
         return started[0], [share]
-    return _run_processes(work, options, count, tell)
+    return _run_processes(work, options, count, report_progress)
 
 
 def _run_processes(work: Sequence[Chain], options: LoadOptions, count: int,
-                   tell: Callable[[Live], None]) -> tuple[float, list[Share]]:
+                   report_progress: Callable[[Live], None]) -> tuple[float, list[Share]]:
     """Distribute chains over processes in round-robin order, and the concurrency limit likewise."""
     limit = options.arrivals.max_concurrency
     count = count if limit is None else min(count, limit)
     clients = [_Client() for _ in range(count)]
     pipes = [client.pipe for client in clients]
     try:
-        for place, pipe in enumerate(pipes):
-            mine = options
+        for index, pipe in enumerate(pipes):
+            process_options = options
             if limit is not None:
-                own = limit // count + (place < limit % count)
-                mine = replace(options, arrivals=replace(options.arrivals, max_concurrency=own))
-            pipe.send(([_plain(chain) for chain in work[place::count]], mine))
+                process_limit = limit // count + (index < limit % count)
+                process_options = replace(options, arrivals=replace(options.arrivals, max_concurrency=process_limit))
+            pipe.send(([_plain(chain) for chain in work[index::count]], process_options))
         for pipe in pipes:
             _receive(pipe)
         start = time.perf_counter() + 0.1
         for pipe in pipes:
             pipe.send(start)
-        return start, _collect(pipes, tell)
+        return start, _collect(pipes, report_progress)
     finally:
         for client in clients:
             client.close()
@@ -141,14 +141,14 @@ class _Client:
     """A client process controlled over a socket; `multiprocessing` would run the caller's main module again."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            program = f"from spillover.bench.serving.load_processes import serve; serve({theirs.fileno()})"
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            program = f"from spillover.bench.serving.load_processes import serve; serve({child_end.fileno()})"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)})
-        self.pipe = Connection(ours.detach())
+        self.pipe = Connection(parent_end.detach())
 
     def close(self) -> None:
         self.pipe.close()
@@ -183,7 +183,7 @@ def serve(descriptor: int) -> None:
         pass  # the parent has exited and reports the reason itself
 
 
-def _collect(pipes: Sequence[Connection], tell: Callable[[Live], None]) -> list[Share]:
+def _collect(pipes: Sequence[Connection], report_progress: Callable[[Live], None]) -> list[Share]:
     lives: dict[Any, Live] = {pipe: Live() for pipe in pipes}
     shares: dict[Any, Share] = {}
     while len(shares) < len(pipes):
@@ -193,7 +193,7 @@ def _collect(pipes: Sequence[Connection], tell: Callable[[Live], None]) -> list[
                 shares[pipe] = value
             else:
                 lives[pipe] = value
-        tell(reduce(Live.plus, lives.values()))
+        report_progress(reduce(Live.plus, lives.values()))
     return [shares[pipe] for pipe in pipes]
 
 
@@ -201,7 +201,7 @@ def _receive(pipe: Any) -> tuple[str, Any]:
     try:
         kind, value = pipe.recv()
     except (EOFError, ConnectionError):
-        raise SpilloverError("a client process ended by itself; its error is printed above") from None
+        raise SpilloverError("a client process exited unexpectedly; its error is printed above") from None
     if kind == "error":
         raise SpilloverError(value)
     return kind, value
@@ -217,12 +217,12 @@ def health(shares: Sequence[Share]) -> ClientHealth:
     busy, delay = max(share.busy for share in shares), float(np.percentile(delays, 99))
     reasons = []
     if busy > SATURATED_BUSY:
-        reasons.append(f"a client process computed {busy:.0%} of the time")
+        reasons.append(f"a client process was busy {busy:.0%} of the time")
     if delay > max(SATURATED_DELAY[0], SATURATED_DELAY[1] * per_token):
         reasons.append(f"its event loop answered {delay * 1e3:.0f} ms late at p99")
     if p99 > max(SATURATED_LAG[0], SATURATED_LAG[1] * latency):
         reasons.append(f"requests were sent {p99 * 1e3:.0f} ms late at p99")
     if reasons:
         reasons.append("add --client-processes" if busy > SATURATED_BUSY / 2 else
-                       f"it computed only {busy:.0%} of the time: other programs held the cores")
+                       f"it was busy only {busy:.0%} of the time: other programs used the cores")
     return ClientHealth(p50, p99, float(lags.max()), busy, delay, len(shares), "; ".join(reasons) or None)

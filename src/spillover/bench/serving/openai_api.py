@@ -70,7 +70,7 @@ class Conversation:
         self._text = ""
         self._ids: list[int] = []
 
-    def ask(self, request: ServeRequest) -> Prompt:
+    def next_prompt(self, request: ServeRequest) -> Prompt:
         """Return the whole prompt of the next turn."""
         if self._kind == "chat":
             if not isinstance(request.prompt, str):
@@ -92,7 +92,7 @@ class Conversation:
 
 
 class Answer:
-    """An answer read from a stream. `take` receives the data of each event and the time at which its bytes arrived."""
+    """An answer read from a stream. `add_event` gets the data of each event and the time at which its bytes arrived."""
 
     def __init__(self) -> None:
         self.error: str | None = None
@@ -116,7 +116,7 @@ class Answer:
     def begun(self) -> bool:
         return bool(self._times)
 
-    def take(self, at: float, data: bytes) -> int:
+    def add_event(self, at: float, data: bytes) -> int:
         """Process the data of an event; return the number of new tokens, as far as it can be determined now."""
         if data == b"[DONE]":
             self.finished = True
@@ -127,7 +127,7 @@ class Answer:
             self.error = self.error or f"a chunk is not JSON: {data[:80]!r}"
             return 0
         if not isinstance(event, dict):
-            self.error = self.error or f"a chunk is no object: {data[:80]!r}"
+            self.error = self.error or f"a chunk is not an object: {data[:80]!r}"
             return 0
         if event.get("error"):
             self.error = self.error or error_text(event)
@@ -176,7 +176,7 @@ class Answer:
                 text += (call.get("function") or {}).get("arguments") or ""
         ids = choice.get("token_ids") or ()
         if not isinstance(text, str) or not isinstance(ids, list | tuple):
-            raise TypeError("its text or token ids are something else")
+            raise TypeError("its text is not a string or its token ids are not a list")
         if not text and not ids:
             # A chunk with only a role is not a token, and neither is one with only a finish reason.
             if (delta is None or "role" not in delta) and choice.get("finish_reason") is None:
@@ -207,9 +207,9 @@ class Answer:
             entry = timings[0]
             self.timings = {name: float(entry[name]) for name in PHASES
                             if name in entry}
-            told = entry.get("tokens")
-            if told is not None:
-                self.sources = {tier: _tokens(told, tier) or 0 for tier in told}
+            by_tier = entry.get("tokens")
+            if by_tier is not None:
+                self.sources = {tier: _tokens(by_tier, tier) or 0 for tier in by_tier}
         elif isinstance(timings, dict) and "predicted_ms" in timings:
             self.timings = {"prefill": timings["prompt_ms"] / 1e3, "decode": timings["predicted_ms"] / 1e3}
             self.sources = {"computed": _tokens(timings, "prompt_n") or 0, "device": _tokens(timings, "cache_n") or 0}
@@ -225,10 +225,10 @@ def error_text(body: Any) -> str:
 
 def refusal(status: int, body: bytes) -> str:
     try:
-        said = error_text(_decode(body))
+        message = error_text(_decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError):
-        said = body[:200].decode(errors="replace").strip()
-    return f"HTTP {status}: {said}" if said else f"HTTP {status}"
+        message = body[:200].decode(errors="replace").strip()
+    return f"HTTP {status}: {message}" if message else f"HTTP {status}"
 
 
 def tokenize_bodies(text: str, model: str | None) -> list[bytes]:
@@ -252,7 +252,7 @@ def _tokens(counts: Mapping[str, Any], name: str) -> int | None:
     if count is None:
         return None
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_TOKENS:
-        raise ValueError(f"{name} is {str(count)[:40]}, no number of tokens")
+        raise ValueError(f"{name} is {str(count)[:40]}, which is not a number of tokens")
     return count
 
 

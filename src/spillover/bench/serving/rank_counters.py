@@ -11,9 +11,9 @@ def rank_metrics(counters: Mapping[str, float], duration: float) -> dict[str, fl
     calls, steps, seconds = (counters.get(name, 0.0) for name in ("ranks_calls", "engine_steps", "ranks_seconds"))
     if not calls or not steps or duration <= 0:
         return {}
-    told = {"ranks_calls_per_step": calls / steps, "ranks_wait_us_per_step": 1e6 * seconds / steps,
-            "ranks_wait_share": seconds / duration}
+    metrics = {"ranks_calls_per_step": calls / steps, "ranks_wait_us_per_step": 1e6 * seconds / steps,
+               "ranks_wait_share": seconds / duration}
     rows = [value for name, value in counters.items() if name.startswith("rank_expert_rows/")]
     if sum(rows):
-        told["ranks_busiest_share"] = max(rows) / sum(rows)
-    return told
+        metrics["ranks_busiest_share"] = max(rows) / sum(rows)
+    return metrics

@@ -57,9 +57,9 @@ class ServedModel:
         return None if self.vocab_size is None else Vocabulary(self.vocab_size)
 
     @classmethod
-    def ask(cls, base_url: str, model: str | None = None, api_key: str | None = None,
-            tokenizer: TextTokenizer | None = None, headers: Mapping[str, str] | None = None,
-            insecure: bool = False) -> ServedModel:
+    def connect(cls, base_url: str, model: str | None = None, api_key: str | None = None,
+                tokenizer: TextTokenizer | None = None, headers: Mapping[str, str] | None = None,
+                insecure: bool = False) -> ServedModel:
         """Query a server for its model. `tokenizer` replaces the server's; `insecure` accepts any certificate."""
         authorized = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         server = JsonServer(base_url, {**authorized, **(headers or {})}, insecure=insecure)
@@ -87,7 +87,7 @@ class ServerTokenizer:
     def __init__(self, server: PostsJson, model: str, llamacpp: bool) -> None:
         self._server, self._model, self._llamacpp = server, model, llamacpp
 
-    def asked_by(self, server: PostsJson) -> ServerTokenizer:
+    def for_server(self, server: PostsJson) -> ServerTokenizer:
         """Return the same tokenizer, using another server object's connections."""
         return ServerTokenizer(server, self._model, self._llamacpp)
 
@@ -177,8 +177,8 @@ class JsonServer:
 
     def _check(self, path: str, status: int, content: bytes) -> None:
         if not 200 <= status < 300 or not content.lstrip().startswith(b"{"):
-            said = content[:200].decode(errors="replace").strip()
-            raise SpilloverError(f"{self._base_url}{path} answered {status}: {said}")
+            message = content[:200].decode(errors="replace").strip()
+            raise SpilloverError(f"{self._base_url}{path} answered {status}: {message}")
 
     def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
         payload = None if body is None else json.dumps(body)

@@ -22,7 +22,7 @@ POST_SECONDS = 120.0  # timeout of a POST in seconds; writing a trace takes a wh
 STARTING_SECONDS = 600.0  # seconds to wait for a server that answers "not ready": loading a large model takes minutes
 ABSENT_SECONDS = 30.0  # seconds to wait while nothing listens: the server may be about to start
 POLL_SECONDS = 0.5
-NOT_TOLD_APART = {"model_name", "engine", "engine_type", "pid", "tp_rank", "pp_rank", "model"}
+MERGED_LABELS = {"model_name", "engine", "engine_type", "pid", "tp_rank", "pp_rank", "model"}
 
 
 def counters(base_url: str, headers: Mapping[str, str] | None = None, insecure: bool = False) -> dict[str, float]:
@@ -50,8 +50,8 @@ def parse_counters(text: str) -> dict[str, float]:
         base = name.removesuffix("_total")
         if "counter" not in (kinds.get(name), kinds.get(base)) or base.startswith(("process_", "python_")):
             continue
-        told = [label for key, label in _LABEL.findall(labels or "") if key not in NOT_TOLD_APART]
-        key = "/".join([base.rpartition(":")[2], *told])
+        kept = [label for key, label in _LABEL.findall(labels or "") if key not in MERGED_LABELS]
+        key = "/".join([base.rpartition(":")[2], *kept])
         found[key] = found.get(key, 0.0) + float(value)
     return found
 
@@ -65,11 +65,11 @@ def version(base_url: str, headers: Mapping[str, str] | None = None, insecure: b
     for path, key in (("/version", "version"), ("/props", "build_info"), ("/get_server_info", "version")):
         text = _get(base_url.rstrip("/") + path, headers, insecure)
         try:
-            told = json.loads(text).get(key) if text else None
+            found = json.loads(text).get(key) if text else None
         except (ValueError, AttributeError):
             continue
-        if told:
-            return str(told)
+        if found:
+            return str(found)
     return None
 
 
@@ -84,18 +84,18 @@ def wait_until_ready(base_url: str, seconds: float | None, headers: Mapping[str,
             status, text = exchange(base_url.rstrip("/") + "/v1/models", headers, insecure)
         if status == 200:
             return
-        told = _refusal(text) or f"it answers {status} to /health"
+        reason = _refusal(text) or f"it answers {status} to /health"
         limit = seconds if seconds is not None else ABSENT_SECONDS if status == 0 else STARTING_SECONDS
         waited = time.monotonic() - began
         if 400 <= status < 500:
-            raise SpilloverError(f"the server at {base_url} refuses health checks: {told}")
+            raise SpilloverError(f"the server at {base_url} refuses health checks: {reason}")
         if waited >= limit:
             raise SpilloverError(
                 (f"no server answers at {base_url}; start one (`spill serve --port 8000`) or name another with "
-                 "--base-url, --host and --port" if status == 0 else f"the server at {base_url} is not ready: {told}")
+                 "--base-url, --host and --port" if status == 0 else f"the server at {base_url} is not ready: {reason}")
                 + f"; --ready-check-timeout-sec waits longer than {limit:g} s")
         if say is not None:
-            why = "no server answers yet" if status == 0 else told
+            why = "no server answers yet" if status == 0 else reason
             say(f"Waiting for {base_url} ({why}): {waited:.0f} s of at most {limit:g} s")
         time.sleep(min(POLL_SECONDS, max(0.0, limit - waited)))
 
@@ -111,8 +111,8 @@ def post(url: str, headers: Mapping[str, str] | None = None, insecure: bool = Fa
 def _refusal(text: str) -> str | None:
     """Return the message of an error in OpenAI's shape; None if there is none."""
     error = _object(text).get("error")
-    told = error.get("message") if isinstance(error, dict) else None
-    return None if told is None else " ".join(str(told).split()).rstrip(".")
+    message = error.get("message") if isinstance(error, dict) else None
+    return None if message is None else " ".join(str(message).split()).rstrip(".")
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from spillover.bench.target import PHASES
 WIDTH = 50
 DEFINITIONS = ("TTFT: first chunk with text or token ids, from when the request was sent. TPOT: (last - first) / "
                "(n - 1) of a request. ITL: gaps between tokens, all requests together, k gaps for a chunk of k. E2EL: "
-               "sent to last chunk. Failed requests are in none of them.")
+               "sent to last chunk. Failed requests are not included.")
 METRICS = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -46,15 +46,15 @@ class ReportOptions:
 class Report:
     """One run with its metrics, for the whole run and for its steady state."""
 
-    def __init__(self, run: Run, asked: ReportOptions) -> None:
-        ranks = sorted({*asked.ranks, 50.0, 90.0, 95.0, 99.0})
-        self.run, self.asked = run, asked
-        self.whole = measure(run, asked.goodput, None, ranks)
-        self.steady = measure(run, asked.goodput, run.window, ranks)
+    def __init__(self, run: Run, options: ReportOptions) -> None:
+        ranks = sorted({*options.ranks, 50.0, 90.0, 95.0, 99.0})
+        self.run, self.options = run, options
+        self.whole = measure(run, options.goodput, None, ranks)
+        self.steady = measure(run, options.goodput, run.window, ranks)
 
     def block(self) -> str:
         """Return vLLM's result block."""
-        run, whole, asked = self.run, self.whole, self.asked
+        run, whole, options = self.run, self.whole, self.options
         rate, limit = run.details.get("request_rate"), run.details.get("max_concurrency")
         lines = [_title(" Serving Benchmark Result ", "="),
                  _line("Successful requests:", whole.completed), _line("Failed requests:", whole.failed)]
@@ -71,12 +71,12 @@ class Report:
                   _line("Peak output token throughput (tok/s):", whole.peak_output_throughput),
                   _line("Peak concurrent requests:", float(whole.peak_concurrency)),
                   _line("Total token throughput (tok/s):", whole.total_token_throughput)]
-        for metric in asked.metrics:
+        for metric in options.metrics:
             name, title = METRICS[metric]
             spread: Spread = getattr(whole, metric)
             lines += [_title(title, "-"), _line(f"Mean {name} (ms):", spread.mean * 1e3),
                       _line(f"Median {name} (ms):", spread.median * 1e3),
-                      *(_line(f"P{rank:g} {name} (ms):", spread.percentiles[rank] * 1e3) for rank in asked.ranks)]
+                      *(_line(f"P{rank:g} {name} (ms):", spread.percentiles[rank] * 1e3) for rank in options.ranks)]
         return "\n".join([*lines, "=" * WIDTH])
 
     def notes(self) -> list[str]:
@@ -99,10 +99,11 @@ class Report:
         return lines + self._cache() + self._speculation() + self._parts() + self._faults()
 
     def _cache(self) -> list[str]:
-        counters, told = self.run.counters, [record for record in self.run.completed if record.sources is not None]
+        counters = self.run.counters
+        with_sources = [record for record in self.run.completed if record.sources is not None]
         lines = []
         sources: dict[str, int] = {}
-        for record in told:
+        for record in with_sources:
             for source, count in (record.sources or {}).items():
                 sources[source] = sources.get(source, 0) + count
         total = sum(sources.values())
@@ -132,18 +133,18 @@ class Report:
 
     def _parts(self) -> list[str]:
         """Return where the time of requests went, as the server reports it."""
-        told = [record.timings for record in self.run.completed if record.timings]
-        if not told:
+        timings = [record.timings for record in self.run.completed if record.timings]
+        if not timings:
             return []
-        means = {name: sum(times.get(name, 0.0) for times in told) / len(told)
-                 for name in PHASES if any(name in times for times in told)}
+        means = {name: sum(times.get(name, 0.0) for times in timings) / len(timings)
+                 for name in PHASES if any(name in times for times in timings)}
         return ["Mean time in the server: " + ", ".join(f"{name} {_ms(value)} ms" for name, value in means.items())]
 
     def _faults(self) -> list[str]:
         run, lines = self.run, []
         client = run.client
         if client.saturated is not None:
-            lines.append(f"CLIENT SATURATED, its own limits are in these numbers: {client.saturated}")
+            lines.append(f"CLIENT SATURATED, the client limited these numbers: {client.saturated}")
         else:
             lines.append(f"Client: {client.processes} process{'es' * (client.processes > 1)}, {client.busy:.0%} busy, "
                          f"requests sent {_ms(client.lag_p99)} ms after they were due at p99")
@@ -151,8 +152,8 @@ class Report:
             lines.append(f"STOPPED EARLY: {run.details['stopped']}; {run.details['not_sent']:,} requests were not sent")
         short = [record for record in run.completed if record.output_tokens != record.asked_output]
         if short:
-            lines.append(f"Lengths: {len(short):,} of {len(run.completed):,} answers are not as long as asked "
-                         "(--ignore-eos makes them so)")
+            lines.append(f"Lengths: {len(short):,} of {len(run.completed):,} answers do not have the requested "
+                         "length (--ignore-eos enforces it)")
         reasons: dict[str, int] = {}
         for record in run.failed:
             reasons[record.error or ""] = reasons.get(record.error or "", 0) + 1
@@ -162,13 +163,13 @@ class Report:
 
     def to_json(self, detailed: bool = False) -> dict[str, Any]:
         """Return a JSON object with vLLM's keys at the top level, and additional values under names of our own."""
-        run, whole, asked = self.run, self.whole, self.asked
+        run, whole, options = self.run, self.whole, self.options
         details = run.details
         result: dict[str, Any] = {
             "date": datetime.fromtimestamp(run.start_unix).strftime("%Y%m%d-%H%M%S"),
-            "endpoint_type": asked.backend, "backend": asked.backend, "label": asked.label,
-            "model_id": details.get("model"), "tokenizer_id": asked.tokenizer, "num_prompts": details.get("offered"),
-            **(asked.metadata or {}),
+            "endpoint_type": options.backend, "backend": options.backend, "label": options.label,
+            "model_id": details.get("model"), "tokenizer_id": options.tokenizer, "num_prompts": details.get("offered"),
+            **(options.metadata or {}),
             "request_rate": details.get("request_rate"), "burstiness": details.get("burstiness"),
             "max_concurrency": details.get("max_concurrency"),
             **{key: value for key, value in details.items() if key.startswith("ramp_up_")},
@@ -180,8 +181,8 @@ class Report:
             "max_concurrent_requests": whole.peak_concurrency,
         }
         for metric in METRICS:
-            result |= _spread_keys(metric, getattr(whole, metric), asked.ranks)
-        result |= _spread_keys("ttft_scheduled", whole.ttft_scheduled, asked.ranks)
+            result |= _spread_keys(metric, getattr(whole, metric), options.ranks)
+        result |= _spread_keys("ttft_scheduled", whole.ttft_scheduled, options.ranks)
         if detailed:
             result |= self._detailed()
         return result | {"steady_state": self.steady.to_json(), "client": run.client.to_json(),

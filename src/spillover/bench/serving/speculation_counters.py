@@ -23,21 +23,21 @@ def speculation_metrics(counters: Mapping[str, float]) -> dict[str, float]:
         return {ours: counters[theirs] for ours, theirs in (("spec_acceptance_rate", "spec_accept_rate"),
                                                             ("spec_tokens_per_pass", "spec_accept_length"))
                 if counters.get(theirs)}
-    told = {"spec_acceptance_rate": accepted / drafted, "spec_tokens_per_pass": 1 + accepted / drafts,
-            "spec_drafts": drafts, "spec_verified_tokens": drafted, "spec_accepted_tokens": accepted,
-            "spec_wasted_tokens": drafted - accepted}
+    metrics = {"spec_acceptance_rate": accepted / drafted, "spec_tokens_per_pass": 1 + accepted / drafts,
+               "spec_drafts": drafts, "spec_verified_tokens": drafted, "spec_accepted_tokens": accepted,
+               "spec_wasted_tokens": drafted - accepted}
     for ours, theirs in (("spec_proposed_tokens", "num_proposed_tokens"), ("spec_draft_ms", "draft_milliseconds"),
                          ("spec_verify_ms", "verify_milliseconds")):
         value = _total(counters, theirs)
         if value is not None:
-            told[ours] = value
+            metrics[ours] = value
     if any(name.startswith(_PREFIX) and name.endswith("/true") and value for name, value in counters.items()):
-        told["spec_simulated"] = 1.0
+        metrics["spec_simulated"] = 1.0
     for name, count in counters.items():
         found = _BY_POSITION.fullmatch(name)
         if found is not None:
-            told[f"{POSITION}{int(found[1]) + 1}"] = count / drafts
-    return told
+            metrics[f"{POSITION}{int(found[1]) + 1}"] = count / drafts
+    return metrics
 
 
 def acceptance_by_position(metrics: Mapping[str, Any]) -> list[float]:

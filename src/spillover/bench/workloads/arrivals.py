@@ -50,11 +50,11 @@ class Arrivals:
             if self.static_batch_size < 1:
                 raise SpilloverError(f"--static-batch-size must be at least 1; got {self.static_batch_size}")
             if not math.isinf(self.rate) or self.max_concurrency is not None or self.ramp_up is not None:
-                raise SpilloverError("--static-batch-size says by itself when requests are sent: leave --request-rate, "
+                raise SpilloverError("--static-batch-size determines when requests are sent: leave --request-rate, "
                                      "--max-concurrency and --ramp-up-strategy out")
         if self.ramp_up is not None:
             if not math.isinf(self.rate):
-                raise SpilloverError("--ramp-up-strategy sets the rate by itself: leave --request-rate out")
+                raise SpilloverError("--ramp-up-strategy determines the rate: leave --request-rate out")
             if not 0 < self.ramp_up_start <= self.ramp_up_end:
                 raise SpilloverError("--ramp-up-strategy needs 0 < --ramp-up-start-rps <= --ramp-up-end-rps; got "
                                      f"{self.ramp_up_start:g} and {self.ramp_up_end:g}")

@@ -150,8 +150,8 @@ def _rows(path: str, kind: str, expected: str, lines: Iterable[Line],
         try:
             row = parse(line)
         except (ValueError, KeyError, TypeError) as error:
-            raise SpilloverError(f"row {number} of '{path}' is not of a trace of {kind} ({error}); each has "
-                                 f"{expected}") from error
+            raise SpilloverError(f"row {number} of '{path}' is not a row of a {kind} trace ({error}); each row "
+                                 f"has {expected}") from error
         if row is not None and row.prompt_len > 0 and row.output_len > 0:
             rows.append(row)
     return rows

@@ -166,12 +166,13 @@ class WorkloadOptions:
     def _checked(self) -> WorkloadOptions:
         dataset = self.dataset
         if self.dataset_name is None and str(self.dataset_path).endswith(".csv"):
-            raise SpilloverError(f"which trace is '{self.dataset_path}'? give --dataset-name azure or burstgpt")
+            raise SpilloverError(f"'{self.dataset_path}' is a trace of unknown format: give --dataset-name azure or "
+                                 "burstgpt")
         if dataset not in DATASETS:
             raise SpilloverError(f"there is no dataset '{dataset}'" + did_you_mean(dataset, DATASETS, listed=True))
         if dataset == MULTI_TURN and "num_prompts" in self.given:
-            raise SpilloverError("--num-prompts is not for --dataset-name multi-turn; --multi-turn-num-sessions and "
-                                 "--multi-turn-num-turns say how many requests there are")
+            raise SpilloverError("--num-prompts does not apply to --dataset-name multi-turn; set the number of "
+                                 "requests by --multi-turn-num-sessions and --multi-turn-num-turns")
         for item in _fields():
             datasets = item.metadata["datasets"]
             if item.name in self.given and datasets and dataset not in datasets:

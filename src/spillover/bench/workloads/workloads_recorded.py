@@ -208,7 +208,7 @@ def _short_of(asked: int | None, found: int, which: str) -> tuple[str, ...]:
     """Return a note if the file has too few prompts: repeating some would measure the prefix cache."""
     if asked is None or found >= asked:
         return ()
-    return (f"{asked:,} were asked for; the file has {found:,} {which}",)
+    return (f"{asked:,} were requested; the file has {found:,} {which}",)
 
 
 def _and_model(max_model_len: int | None) -> str:

@@ -121,8 +121,8 @@ def generated_shared_prefix_shapes(groups: int = 64, per_group: int = 16, system
     rng = np.random.default_rng(seed)
     count = groups * per_group
     if limit is not None and not 1 <= limit <= count:
-        raise SpilloverError(f"--num-prompts {limit} is not within the {count} that --gsp-num-groups {groups} and "
-                             f"--gsp-prompts-per-group {per_group} make; raise one of them")
+        raise SpilloverError(f"--num-prompts {limit} must be from 1 to {count}, the requests of --gsp-num-groups "
+                             f"{groups} and --gsp-prompts-per-group {per_group}; lower it or raise one of these")
     systems = _from_share(rng, system_prompt_len, range_ratio, groups)
     questions = [_from_share(rng, question_len, range_ratio, count) for _ in range(turns)]
     outputs = [_from_share(rng, output_len, range_ratio, count) for _ in range(turns)]
@@ -145,7 +145,7 @@ def prefix_repetition_shapes(count: int, prefix_len: int = 256, suffix_len: int 
                    prefix_repetition_num_prefixes=num_prefixes, prefix_repetition_output_len=output_len)
     if count < num_prefixes:
         raise SpilloverError(f"--num-prompts {count} is less than --prefix-repetition-num-prefixes {num_prefixes}: no "
-                             f"prefix would come twice; raise it, to {10 * num_prefixes} for instance")
+                             f"prefix would be used twice; raise it, for instance to {10 * num_prefixes}")
     shapes = [Shape((Part((SHARED, index * num_prefixes // count), prefix_len), Part((OWN, index), suffix_len)),
                     output_len) for index in range(count)]
     order = np.random.default_rng(seed).permutation(count).tolist() if shuffle else range(count)

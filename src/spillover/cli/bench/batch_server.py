@@ -55,11 +55,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/batch":
             try:
                 with self.turn:
-                    told = generate(self.engine, body)
+                    reply = generate(self.engine, body)
             except SpilloverError as error:
                 self._answer(400, {"error": str(error)})
             else:
-                self._answer(200, told)
+                self._answer(200, reply)
         else:
             self._answer(404, {"error": f"there is no {self.path}"})
 
@@ -84,10 +84,10 @@ def generate(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
     else:
         outputs = llm.generate(body["prompts"], params, use_tqdm=False)
     seconds = time.monotonic() - start
-    return {"seconds": seconds, "requests": [_told(output, start) for output in outputs]}
+    return {"seconds": seconds, "requests": [_request_json(output, start) for output in outputs]}
 
 
-def _told(output: RequestOutput, start: float) -> dict[str, Any]:
+def _request_json(output: RequestOutput, start: float) -> dict[str, Any]:
     timings = output.timings
     assert timings is not None
     return {"sent": timings.arrived - start, "first": timings.first_token - start, "done": timings.finished - start,

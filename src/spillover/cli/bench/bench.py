@@ -90,10 +90,10 @@ def throughput(configs: list[EngineConfig], workload: WorkloadOptions, **options
 
     from spillover.bench import report
     from spillover.bench.throughput import measure
-    from spillover.cli.loading import look_at
+    from spillover.cli.loading import plan_only
 
     console = make_console()
-    planned = look_at(configs[0])
+    planned = plan_only(configs[0])
     check_counts(num_iters=options["num_iters"])
     made = _workload(planned, workload)
     settings = _settings(configs, planned, measure_limits(planned, console), options)
@@ -120,7 +120,7 @@ def throughput(configs: list[EngineConfig], workload: WorkloadOptions, **options
 @click.option("--output-json", default=None, metavar="FILE", help="Write all measurements to a JSON file, each "
                                                                   "iteration included.")
 @click.option("--profile", default=None, is_flag=False, flag_value="", metavar="[DIR]",
-              help="Profile one more iteration and print where the time of a step goes, part by part beside its limit. "
+              help="Profile one more iteration and print where the time of a step goes, part by part, with its limit. "
                    "With DIR: write a trace for Perfetto there too.")
 @engine_options(defaults={"enable_prefix_caching": False})
 def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, output_len: int, num_iters_warmup: int,
@@ -135,11 +135,11 @@ def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, o
     from spillover.bench import report
     from spillover.bench.latency import measure
     from spillover.cli.bench.targets import EngineTarget
-    from spillover.cli.loading import look_at, open_llm
+    from spillover.cli.loading import open_llm, plan_only
 
     console = make_console()
     check_counts(num_iters=num_iters, input_len=input_len, output_len=output_len, batch_size=min(batch_size))
-    planned = look_at(config)
+    planned = plan_only(config)
     limits, vocabulary = measure_limits(planned, console), make_vocabulary(planned)
     results, profiles = [], []
     with open_llm(config) as llm:

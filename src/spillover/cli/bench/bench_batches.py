@@ -12,8 +12,8 @@ from spillover.engine.config import EngineConfig
 
 
 @click.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", default=8000, show_default=True, help="Port to listen at.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, help="Port to listen on.")
 @engine_options()
 def batches(config: EngineConfig, host: str, port: int) -> None:
     """Run an engine that accepts whole batches, as `LLM.generate` does; the lab's engine `in-process` starts it.
@@ -26,9 +26,9 @@ def batches(config: EngineConfig, host: str, port: int) -> None:
       spill bench batches --port 8000 --max-num-seqs 64
     """
     from spillover.cli.bench.batch_server import serve_batches
-    from spillover.cli.loading import look_at, open_llm
+    from spillover.cli.loading import open_llm, plan_only
 
-    size = look_at(config).model_config.vocab_size
+    size = plan_only(config).model_config.vocab_size
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with open_llm(config) as llm:
         serve_batches(llm, size, host, port)

@@ -57,12 +57,12 @@ def restart(configs: list[EngineConfig], num_prompts: int, prefix_len: int, inpu
     from spillover.bench.tiers import Agreement
     from spillover.bench.tiers_report import agreement_line, restart_table
     from spillover.bench.workloads.workloads_synthetic import random_workload
-    from spillover.cli.loading import look_at
+    from spillover.cli.loading import plan_only
     from spillover.memory.budgets import parse_disk
 
     check_counts(prefix_len=prefix_len, input_len=input_len, output_len=output_len)
     console = make_console()
-    vocabulary = make_vocabulary(look_at(configs[0]))
+    vocabulary = make_vocabulary(plan_only(configs[0]))
     requests = offline(random_workload(vocabulary, num_prompts, input_len, output_len, prefix_len=prefix_len,
                                        seed=configs[0].seed), 0)
     agreement, results = Agreement(), []
@@ -78,7 +78,7 @@ def restart(configs: list[EngineConfig], num_prompts: int, prefix_len: int, inpu
                                          folder_bytes(parse_disk(disk).path)))
         for stage in stages:
             for index, tokens in enumerate(stage.outputs):
-                agreement.take(f"prompt {index}", f"{stage.name} at block size {config.block_size}", tokens)
+                agreement.compare(f"prompt {index}", f"{stage.name} at block size {config.block_size}", tokens)
     console.print(restart_table(results, f"{num_prompts} prompts of {prefix_len} shared and {input_len} own tokens, "
                                          f"{output_len} out; first engine {'killed' if kill else 'closed'}"))
     console.print(agreement_line(agreement), style="bold red" if agreement.different else "bold", highlight=False)
@@ -128,21 +128,21 @@ def _closed(config: EngineConfig, vocabulary: Vocabulary, requests: list[BenchRe
 
 def _killed(config: EngineConfig, vocabulary: Vocabulary, requests: list[BenchRequest]) -> list[Stage]:
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_live_until_killed, args=(theirs, config, vocabulary, requests), daemon=True)
+    parent_end, child_end = context.Pipe(duplex=False)
+    process = context.Process(target=_live_until_killed, args=(child_end, config, vocabulary, requests), daemon=True)
     process.start()
-    theirs.close()
+    child_end.close()
     try:
-        if not ours.poll(LIFE_SECONDS):
+        if not parent_end.poll(LIFE_SECONDS):
             raise SpilloverError(f"the first engine took more than {LIFE_SECONDS:.0f} s; ask for fewer or shorter "
                                  "prompts")
-        stages: list[Stage] = ours.recv()
+        stages: list[Stage] = parent_end.recv()
     except EOFError:
-        raise SpilloverError("the first engine ended by itself; its error is printed above") from None
+        raise SpilloverError("the first engine exited unexpectedly; its error is printed above") from None
     finally:
         process.kill()
         process.join()
-        ours.close()
+        parent_end.close()
     return stages
 
 
@@ -155,12 +155,12 @@ def _live_until_killed(connection: Connection, config: EngineConfig, vocabulary:
 
 def _sized(config: EngineConfig, requests: list[BenchRequest], kill: bool) -> EngineConfig:
     """Return flags with a device pool for all prompts, unless one is given: the warm stage must hit the device."""
-    from spillover.cli.loading import look_at
+    from spillover.cli.loading import plan_only
 
     config = dataclasses.replace(config, skip_tokenizer_init=True, spill="eager" if kill else config.spill)
     if config.num_gpu_blocks_override is not None or config.gpu_memory is not None:
         return config
     tokens = max(request.num_tokens for request in requests)
-    groups = len(look_at(config).plan.windows)
+    groups = len(plan_only(config).plan.windows)
     blocks = groups * len(requests) * -(-tokens // config.block_size) + SPARE_BLOCKS
     return dataclasses.replace(config, num_gpu_blocks_override=blocks, max_model_len=config.max_model_len or tokens)

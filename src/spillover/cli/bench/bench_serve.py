@@ -94,7 +94,7 @@ def serve(workload: WorkloadOptions, server: ServerOptions, **options: Any) -> N
     """
     from spillover.bench.serving.serving_report import DEFINITIONS, Report
 
-    asked = _asked(server, workload, options)
+    report_options = _report_options(server, workload, options)
     points = _points(workload, options)
     console = make_console()
     load, made = prepare(server, workload)
@@ -109,7 +109,7 @@ def serve(workload: WorkloadOptions, server: ServerOptions, **options: Any) -> N
     with _profiled(server, options["profile"]):
         for place, arrivals in enumerate(points):  # each with prompts of its own, or the prefix cache is measured
             run = _run(made.requests(place), dataclasses.replace(load, arrivals=arrivals), options["disable_tqdm"])
-            report = Report(run, asked)
+            report = Report(run, report_options)
             reports.append(report)
             click.echo(report.block())
             for note in report.notes():
@@ -150,7 +150,7 @@ def _run(requests: list[ServeRequest], load: LoadOptions, silent: bool) -> Run:
 def _points_table(points: list[Arrivals], reports: list[Report]) -> Table:
     from spillover.bench.table import make_table
 
-    goals = reports[0].asked.goodput is not None
+    goals = reports[0].options.goodput is not None
     table = make_table("All runs", "rate", "concurrency", "requests", "failed", "req/s", "output tok/s", "TTFT p50 ms",
                        "p99 ms", "TPOT p50 ms", "p99 ms", *(["objectives met"] if goals else []))
     for arrivals, report in zip(points, reports, strict=True):
@@ -163,7 +163,7 @@ def _points_table(points: list[Arrivals], reports: list[Report]) -> Table:
     return table
 
 
-def _asked(server: ServerOptions, workload: WorkloadOptions, options: dict[str, Any]) -> ReportOptions:
+def _report_options(server: ServerOptions, workload: WorkloadOptions, options: dict[str, Any]) -> ReportOptions:
     from spillover.bench.serving.serving_report import ReportOptions, parse_goodput
 
     metrics = tuple(part.strip() for part in options["percentile_metrics"].split(",") if part.strip())
@@ -252,4 +252,4 @@ def _file_name(report: Report, options: dict[str, Any]) -> str:
             f"{options['ramp_up_end_rps']:g}qps" if "ramp_up_strategy" in details else f"{details['request_rate']}qps")
     at = datetime.fromtimestamp(report.run.start_unix).strftime("%Y%m%d-%H%M%S")
     limited = "" if limit is None else f"-concurrency{limit}"
-    return f"{options['label'] or report.asked.backend}-{rate}{limited}-{model}-{at}.json"
+    return f"{options['label'] or report.options.backend}-{rate}{limited}-{model}-{at}.json"

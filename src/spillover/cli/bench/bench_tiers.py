@@ -101,11 +101,11 @@ def tiers(config: EngineConfig, arms: tuple[str, ...], workload: tuple[str, ...]
     from spillover.bench.tiers_report import agreement_line
     from spillover.bench.workloads.workloads import Conversations
     from spillover.bench.workloads.workloads_synthetic import random_workload
-    from spillover.cli.loading import look_at
+    from spillover.cli.loading import plan_only
 
     check_counts(**{name: options[name] for name in ("repeats", "off_rounds", "input_len", "output_len")})
     console = make_console()
-    planned = look_at(bare(config))
+    planned = plan_only(bare(config))
     vocabulary = make_vocabulary(planned)
     random = random_workload(vocabulary, options["num_prompts"], options["input_len"], options["output_len"],
                              seed=config.seed)
@@ -143,13 +143,13 @@ class Setup:
 
     def plan(self, tokens: int) -> PlannedModel:
         """Plan for sequences of `tokens` tokens."""
-        from spillover.cli.loading import look_at
+        from spillover.cli.loading import plan_only
 
         config = bare(self._config)
         blocks = -(-tokens // config.block_size)
-        groups = len(look_at(config).plan.windows)
-        return look_at(dataclasses.replace(self._config, host_pool=None, disk=(), remote=None, max_model_len=tokens,
-                                           num_gpu_blocks_override=blocks * groups + SPARE_BLOCKS))
+        groups = len(plan_only(config).plan.windows)
+        return plan_only(dataclasses.replace(self._config, host_pool=None, disk=(), remote=None, max_model_len=tokens,
+                                             num_gpu_blocks_override=blocks * groups + SPARE_BLOCKS))
 
     def arms(self, pool_blocks: int, tokens: int, host_blocks: int, host_blocks_above: int, stored_blocks: int,
              stack: ExitStack) -> tuple[list[Arm], bool]:
@@ -157,7 +157,7 @@ class Setup:
         `host_blocks_above`: of one with a tier below it; `stored_blocks`: maximum number of blocks written to a lower
         tier. Processes and files made for the arms are removed when `stack` is closed."""
         from spillover.bench.tiers import Arm
-        from spillover.cli.loading import look_at
+        from spillover.cli.loading import plan_only
         from spillover.plan.hardware import probe
         from spillover.plan.tiers import slot_stride
 
@@ -180,7 +180,7 @@ class Setup:
                     arms.append(Arm(name, None, "no server: install valkey-server or redis-server, or give --remote"))
                     continue
                 config = dataclasses.replace(config, remote=remote)
-            plan = look_at(config).plan
+            plan = plan_only(config).plan
             needed += plan.total_bytes - plan.base_bytes
             arms.append(Arm(name, self._maker(config), config.host_memory or ""))
         if arms[0].make is None:
@@ -228,7 +228,7 @@ def fresh_disk(config: EngineConfig, stack: ExitStack, size: int | None = None) 
     from spillover.memory.budgets import parse_disk
 
     if len(config.disk) > 1:
-        raise SpilloverError("one --disk is measured at a time: give one")
+        raise SpilloverError("spill bench tiers measures one disk at a time: give --disk once")
     given = parse_disk(config.disk[0] if config.disk else f"{tempfile.gettempdir()}:{size}")
     if not given.path.is_dir():
         raise SpilloverError(f"--disk {given.path} is not a folder; make it, or name another")
@@ -273,7 +273,8 @@ class _Sizes:
         if pool < one + SPARE_BLOCKS:
             least = -(-(one + SPARE_BLOCKS) // (pool_share * one))
             raise SpilloverError(f"--pool-share {pool_share:.0%} of {workload.count} conversations is {pool} blocks, "
-                                 f"but one takes {one} at its end; give at least --conversations {least:.0f}")
+                                 f"but one conversation needs {one} at its end; raise --conversations to at least "
+                                 f"{least:.0f}, or --pool-share")
         return cls(whole, pool, whole + whole // 4, round(host_share * whole))
 
 

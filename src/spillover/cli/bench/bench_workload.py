@@ -35,7 +35,7 @@ def workload(workload: WorkloadOptions, base_url: str | None, max_model_len: int
     from spillover.bench.workloads.make_workload import make_workload
 
     if base_url is not None and max_model_len is not None:
-        raise SpilloverError("the server at --base-url tells its longest request: leave out --max-model-len")
+        raise SpilloverError("the server at --base-url reports its longest request: leave --max-model-len out")
     if base_url is not None:
         served = ask_server(workload, base_url)
     else:

@@ -116,8 +116,8 @@ _OPTIONS: list[Callable[[Any], Any]] = [
                  help="Ignore the end-of-sequence token, so that answers have exactly the requested length. [default: "
                       "set by the workload]"),
     click.option("--return-token-ids", is_flag=True,
-                 help="Ask for the ids of each chunk, which counts its tokens exactly (spillover, vLLM)."),
-    click.option("--logprobs", type=int, default=None, help="Ask for the log probabilities of this many alternatives "
+                 help="Request the token ids of each chunk, to count its tokens exactly (spillover, vLLM)."),
+    click.option("--logprobs", type=int, default=None, help="Request the log probabilities of this many alternatives "
                                                             "per token."),
     click.option("--extra-body", default=None, metavar="JSON", help="Add these fields to every request."),
     *(click.option("--" + name.replace("_", "-"), name, type=int if name == "top_k" else float, default=None,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from spillover.engine.planned import PlannedModel
 
 
-CODES_NOTE = ("Weights stay in their file's codes: bytes are those of codes, and products with codes can be faster "
-              "than the float32 matrix rate, against which they are shown (--weight-codes widen).")
+CODES_NOTE = ("Weights stay in their file's codes: byte counts are those of the codes, and products with codes can "
+              "exceed the float32 matrix rate that they are compared with (--weight-codes widen avoids both).")
 
 
 def make_console() -> Console:

@@ -52,7 +52,7 @@ def ask_server(workload: WorkloadOptions, base_url: str, model: str | None = Non
     """Return the model behind the server, with the tokenizer of --tokenizer if that is given."""
     from spillover.bench.serving.served_model import ServedModel
 
-    return ServedModel.ask(base_url, model, api_key, open_tokenizer(workload.tokenizer), headers, insecure)
+    return ServedModel.connect(base_url, model, api_key, open_tokenizer(workload.tokenizer), headers, insecure)
 
 
 def open_tokenizer(path: str | None) -> TextTokenizer | None:

@@ -142,7 +142,7 @@ def prune(path: str, size: str | None, older_than: str | None, identity: str | N
     from spillover.memory.tiers.prune import prune as drop
 
     if size is None and older_than is None and identity is None:
-        raise SpilloverError("there is nothing to prune by; give --size, --older-than or --identity")
+        raise SpilloverError("prune needs to know which blocks to drop; give --size, --older-than or --identity")
     limit = None if size is None else parse_bytes(size)
     age = None if older_than is None else parse_seconds(older_than)
     if (pool := pool_socket(path)) is not None:
@@ -152,7 +152,7 @@ def prune(path: str, size: str | None, older_than: str | None, identity: str | N
     if as_json:
         click.echo(json.dumps({"blocks": pruned.blocks, "bytes": pruned.nbytes}))
     else:
-        click.echo(f"{pruned.blocks:,} blocks dropped, {format_bytes(pruned.nbytes)} given back")
+        click.echo(f"{pruned.blocks:,} blocks dropped, {format_bytes(pruned.nbytes)} freed")
 
 
 def _folder(text: str) -> Path:

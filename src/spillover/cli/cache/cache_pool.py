@@ -32,7 +32,7 @@ def show_pool(path: Path, as_json: bool) -> None:
 
     from spillover.memory.shared_pool.wire import Ask, Report
 
-    report = _ask(path, Ask(), Report)
+    report = _request(path, Ask(), Report)
     if as_json:
         Console().print_json(data={
             "socket": str(path), "pid": report.pid, "capacity": report.capacity, "used": report.used,
@@ -61,22 +61,22 @@ def prune_pool(path: Path, size: int | None, older_than: float | None, identity:
 
     from spillover.memory.shared_pool.wire import Ask, Count, Evict, Report
 
-    before = _ask(path, Ask(), Report)
+    before = _request(path, Ask(), Report)
     chosen = [model for model in before.models if identity is None or model.identity.startswith(identity)]
     dropped = 0
     if identity is not None and len(chosen) != 1:
         raise SpilloverError(f"{len(chosen) or 'no'} models in the pool have an identity that begins with {identity}; "
-                             f"`spill cache ls {path}` shows those there are")
+                             f"`spill cache ls {path}` lists the models in it")
     if older_than is not None or size is None:
-        dropped += _ask(path, Evict(sum(model.blocks for model in chosen), identity, older_than), Count).count
+        dropped += _request(path, Evict(sum(model.blocks for model in chosen), identity, older_than), Count).count
     while size is not None:
-        left = [model for model in _ask(path, Ask(), Report).models
+        left = [model for model in _request(path, Ask(), Report).models
                 if identity is None or model.identity.startswith(identity)]
         over, largest = sum(model.bytes for model in left) - size, max((m.payload_bytes for m in left), default=1)
-        if over <= 0 or not (gone := _ask(path, Evict(-(-over // largest), identity), Count).count):
+        if over <= 0 or not (gone := _request(path, Evict(-(-over // largest), identity), Count).count):
             break
         dropped += gone
-    after = _ask(path, Ask(), Report)
+    after = _request(path, Ask(), Report)
     nbytes = sum(model.bytes for model in before.models) - sum(model.bytes for model in after.models)
     if as_json:
         click.echo(json.dumps({"blocks": dropped, "bytes": max(0, nbytes)}))
@@ -98,7 +98,7 @@ def ago(moment: float) -> str:
     return f"{seconds:.0f} s ago"
 
 
-def _ask(path: Path, request: object, answer: type[T]) -> T:
+def _request(path: Path, request: object, answer: type[T]) -> T:
     from spillover.memory.shared_pool.client import PoolUnavailableError, ask_owner
 
     try:

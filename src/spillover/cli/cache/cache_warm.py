@@ -49,9 +49,9 @@ def warm(config: EngineConfig, place: str, prompts: str, as_json: bool) -> None:
     from spillover.cli.loading import open_llm
     from spillover.units import format_bytes
 
-    asked = read_prompts(_lines(prompts))
+    prompt_list = read_prompts(_lines(prompts))
     with open_llm(config) as llm:
-        result = _warm(llm, asked)
+        result = _warm(llm, prompt_list)
     if as_json:
         click.echo(json.dumps(asdict(result)))
     else:

@@ -52,13 +52,13 @@ def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None, by_
     SamplingParams(**sampling)  # refuses values out of range before the model is loaded
     message = "" if typed or by_line else sys.stdin.read().strip()
     if not (typed or by_line or message):
-        raise SpilloverError('nothing was piped in; as in: echo "Hello" | spill chat')
+        raise SpilloverError('standard input is empty; pipe a message in, as in: echo "Hello" | spill chat')
     with open_llm(config) as llm:
         params = SamplingParams(**(FALLBACK | llm.sampling_defaults | sampling))
         shown = sys.stdout.isatty()
         conversation = Conversation(llm, params, system, write=WordWrap(_write).write if shown else _write,
                                     notice=_notice, refuse=_refuse, quiet=answering,
-                                    ended=_tell if shown else lambda output, elapsed: None)
+                                    ended=_print_timing if shown else lambda output, elapsed: None)
         if typed:
             _notice(f"{llm.config.model}. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
             try:
@@ -104,7 +104,7 @@ def timing_line(output: RequestOutput, elapsed: float) -> str:
     return f"{line}; prompt {len(output.prompt_token_ids)} tokens" + (f", {cached} from cache" if cached else "")
 
 
-def _tell(output: RequestOutput, elapsed: float) -> None:
+def _print_timing(output: RequestOutput, elapsed: float) -> None:
     click.secho(timing_line(output, elapsed), dim=True)
 
 

@@ -25,8 +25,8 @@ COMMANDS = {
     "/undo": "forget the last message and its answer",
     "/clear": "forget the conversation",
     "/save FILE": "write the conversation to a JSON file",
-    "/load FILE": "continue a conversation from such a file",
-    "/exit": "leave, as Ctrl-D does",
+    "/load FILE": "continue a conversation that /save wrote",
+    "/exit": "leave the chat, as Ctrl-D does",
 }
 ALIASES = {"/quit": "/exit", "/reset": "/clear", "/?": "/help", "/bye": "/exit"}
 ROLES = ("system", "user", "assistant")
@@ -122,17 +122,17 @@ class Conversation:
             case _:
                 names = [name.partition(" ")[0] for name in COMMANDS]
                 raise SpilloverError(f"there is no command {command}" + (did_you_mean(command, names) or
-                                                                         "; /help lists those there are"))
+                                                                         "; /help lists the commands"))
         return True
 
     def _pop_last_message(self) -> str:
         """Remove the last message and its answer; return the message."""
-        asked = next((place for place in reversed(range(len(self.history)))
-                      if self.history[place]["role"] == "user"), None)
-        if asked is None:
-            raise SpilloverError("there is no message to take back yet; type one first")
-        message = self.history[asked]["content"]
-        del self.history[asked:]
+        last_user = next((place for place in reversed(range(len(self.history)))
+                          if self.history[place]["role"] == "user"), None)
+        if last_user is None:
+            raise SpilloverError("there is no message yet to retry or undo; type one first")
+        message = self.history[last_user]["content"]
+        del self.history[last_user:]
         return message
 
     def _set(self, name: str, value: str) -> None:
@@ -161,7 +161,7 @@ class Conversation:
                             encoding="utf-8")
         except OSError as error:
             raise SpilloverError(f"cannot write '{path}': {error.strerror}") from error
-        self._notice(f"{len(self.history)} messages are in {path}.")
+        self._notice(f"{len(self.history)} messages saved to {path}.")
 
     def _load(self, name: str) -> None:
         if not name:
@@ -175,13 +175,13 @@ class Conversation:
             value = None
         messages = value.get("messages") if isinstance(value, dict) else None
         if not isinstance(messages, list) or not all(_is_message(each) for each in messages):
-            raise SpilloverError(f"'{path}' is no conversation: /save writes an object with a list of messages, each "
-                                 f"with a role ({', '.join(ROLES)}) and content")
+            raise SpilloverError(f"'{path}' is not a conversation: /save writes an object with a list of messages, "
+                                 f"each with a role ({', '.join(ROLES)}) and content")
         system = [each["content"] for each in messages if each["role"] == "system"]
         self._system = "\n".join(system) or None
         self.history = [{"role": each["role"], "content": each["content"]} for each in messages
                         if each["role"] != "system"]
-        self._notice(f"{len(self.history)} messages are loaded from {path}.")
+        self._notice(f"{len(self.history)} messages loaded from {path}.")
 
 
 def _is_message(value: Any) -> bool:

@@ -38,8 +38,8 @@ def fleet_options(command: Any) -> Any:
     """Add these options to a command."""
     for option in reversed((
             click.option("--replicas", default=None, type=click.INT, metavar="N",
-                         help="Start N servers and route to them; each has the memory that the flags say, and a GPU of "
-                              "its own where there are several."),
+                         help="Start N servers and route to them; each gets the memory that the flags give, and its "
+                              "own GPU if there are several."),
             click.option("--min-replicas", default=None, type=click.INT, metavar="N",
                          help="Minimum number of servers, with --max-replicas.  [default: --replicas, or 1]"),
             click.option("--max-replicas", default=None, type=click.INT, metavar="N",
@@ -49,7 +49,7 @@ def fleet_options(command: Any) -> Any:
                          type=click.FloatRange(min=0, min_open=True),
                          help="Predicted wait of a request above which servers are added."),
             click.option("--scale-down-seconds", default=120.0, show_default=True, type=click.FloatRange(min=0),
-                         help="How long one server fewer must suffice before one is stopped."),
+                         help="How long one server fewer must be enough before a server is stopped."),
             click.option("--ray", is_flag=True,
                          help="Run the servers on a Ray cluster, each on a machine with the resources it needs; needs "
                               "spillover[ray]."),
@@ -65,7 +65,7 @@ def fleet_options(command: Any) -> Any:
     return command
 
 
-def take_fleet(options: dict[str, Any]) -> FleetOptions | None:
+def pop_fleet_options(options: dict[str, Any]) -> FleetOptions | None:
     """Remove these options from the others and check them; None means one server, in this process."""
     taken = {name: options.pop(name) for name in _NAMES}
     replicas, least, most = (taken[name] for name in ("replicas", "min_replicas", "max_replicas"))

@@ -22,12 +22,12 @@ def measure_steps(model: str | None) -> Measured:
     import numpy as np
 
     from spillover.cli.bench.measuring import make_vocabulary
-    from spillover.cli.loading import look_at, open_llm
+    from spillover.cli.loading import open_llm, plan_only
     from spillover.cluster.simulate.costs import Measured, fit
     from spillover.engine.requests.sampling_params import SamplingParams
 
     config = EngineConfig(model=model, enable_prefix_caching=False, skip_tokenizer_init=True)
-    vocabulary, rng = make_vocabulary(look_at(config)), np.random.default_rng(0)
+    vocabulary, rng = make_vocabulary(plan_only(config)), np.random.default_rng(0)
     points: list[Point] = []
     steps: list[tuple[Step, float]] = []
     with open_llm(config) as llm:

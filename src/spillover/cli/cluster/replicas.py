@@ -34,13 +34,13 @@ def check_replicas(config: EngineConfig, count: int, gpus: list[str], disaggrega
                    ray: bool = False) -> None:
     """Refuse flags that `count` servers cannot share, before anything is loaded."""
     if config.kv_events_config is not None:
-        raise SpilloverError("with --replicas the servers tell the router what they hold: leave --kv-events-config out")
+        raise SpilloverError("with --replicas KV events are configured automatically: leave --kv-events-config out")
     if not config.enable_prefix_caching:
         raise SpilloverError("--replicas routes by cached prefixes, so it needs --enable-prefix-caching")
     on_cards = gpus and not ray and config.device != "cpu" and config.load_format != "null"
     if on_cards and count > len(gpus) and config.gpu_memory is None and config.num_gpu_blocks_override is None:
-        raise SpilloverError(f"{count} replicas share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: say with "
-                             "--gpu-memory how much each may take")
+        raise SpilloverError(f"{count} replicas share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: give "
+                             "--gpu-memory, the memory of each replica")
     if disaggregation != "never" and count < 2:
         raise SpilloverError(f"--disaggregation {disaggregation} needs --replicas 2 or more: one computes a prompt, "
                              "another decodes its answer")

@@ -28,12 +28,12 @@ def routing_options(command: Any) -> Any:
                               "answer; auto: if the predicted total wait is shorter. Servers must share a --host-pool "
                               "or a --remote store, and have --spill eager."),
             click.option("--prefill-replicas", default=0, show_default=True, type=click.IntRange(min=0), metavar="N",
-                         help="The first N servers compute prompts for the others, and decode only if all others are a "
-                              "second later; needs --disaggregation."),
+                         help="The first N servers compute prompts for the others, and decode only if all others "
+                              "would be at least a second slower; needs --disaggregation."),
             click.option("--session-header", default="X-Session-Id", show_default=True, metavar="NAME",
                          help="Header whose value keeps a client's requests on one server if that costs little."),
             click.option("--retries", default=3, show_default=True, type=click.IntRange(0, 10),
-                         help="How often a request without a token yet is sent to another server."),
+                         help="How many times a request that has no token yet may be sent to another server."),
             click.option("--max-in-flight", default=4096, show_default=True, type=click.IntRange(min=1),
                          help="Maximum requests in flight; further ones get 429."),
             click.option("--wait-seconds", default=5.0, show_default=True, type=click.FloatRange(min=0),

@@ -54,7 +54,8 @@ FORMATS = ("mooncake", "azure", "burstgpt")
 @click.option("--host-rate", default="20GB", show_default=True, metavar="SIZE",
               help="Bytes per second from host memory to the device; needs --kv-bytes-per-token.")
 @click.option("--transfer-rate", default="20GB", show_default=True, metavar="SIZE",
-              help="Bytes per second of KV from a replica that prefills to one that decodes; likewise.")
+              help="Bytes per second of KV from a replica that prefills to one that decodes; needs "
+                   "--kv-bytes-per-token.")
 @click.option("--kv-bytes-per-token", default=None, type=click.IntRange(min=1), help="[default: as measured]")
 @click.option("--request-seconds", default=None, type=click.FloatRange(min=0),
               help="Seconds of a request outside of steps: HTTP, tokenising, router.  [default: as measured, else 0]")
@@ -105,7 +106,7 @@ def simulate(trace: str, **options: Any) -> None:
     for each in settings:
         rows.append(summary(play(arrivals, each, measured.fit.costs), options["replica_cost"]))
     lines = [*notes, *assumptions(measured, settings),
-             f"Hit rates are of prompt tokens; one endless cache of all replicas would find {best:.1%}"]
+             f"Hit rates are shares of prompt tokens; one unlimited cache for all replicas would reach {best:.1%}"]
     compared = calibration.lines() if calibration is not None else [f"Error: {NOT_COMPARED}"]
     console.print(_table(rows))
     for line in (*lines, *compared):
@@ -126,7 +127,8 @@ def _shapes(path: str, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     kind = options["trace_format"] if options["trace_format"] != "auto" else seems
     read = {"mooncake": read_mooncake, "azure": read_azure, "burstgpt": read_burstgpt}[kind]
     shapes, notes = trace_shapes(read(path), replay)
-    shared = () if kind == "mooncake" else (f"The trace ({kind}) does not say which prompts begin alike: none do here",)
+    shared = () if kind == "mooncake" else (f"The trace ({kind}) does not say which prompts share a "
+                                              "prefix; the simulation assumes that none do",)
     return shapes, (*notes, *shared)
 
 
@@ -185,8 +187,8 @@ def _settings(options: dict[str, Any], measured: Measured, splits: list[tuple[in
     if blocks is None:
         raise SpilloverError("these costs do not say how many KV blocks a replica has; give --num-blocks")
     if width is None and (splits or options["host_blocks"]):
-        raise SpilloverError("these costs do not say how large KV is, which moves for --split and --host-blocks; give "
-                             "--kv-bytes-per-token")
+        raise SpilloverError("these costs do not say how large the KV of a token is, and --split and --host-blocks "
+                             "copy KV; give --kv-bytes-per-token")
     size = chosen("block_size", 16)
     host = parse_bytes(options["host_rate"], "--host-rate")
     transfer = parse_bytes(options["transfer_rate"], "--transfer-rate")

@@ -42,10 +42,10 @@ def demo(config: EngineConfig) -> None:
     """
     from rich.console import Console
 
-    from spillover.cli.loading import look_at, open_llm, timed_rates
+    from spillover.cli.loading import open_llm, plan_only, timed_rates
 
     console = Console()
-    planned = look_at(config)  # imports torch while showing a bar; the imports below need it
+    planned = plan_only(config)  # imports torch while showing a bar; the imports below need it
 
     from spillover.bench.latency import measure
     from spillover.bench.workloads.workloads import Vocabulary
@@ -76,7 +76,7 @@ def demo(config: EngineConfig) -> None:
         _heading(console, f"{LOAD_REQUESTS} requests of mixed lengths at once")
         target = EngineTarget(llm, limits)
         load = _serve_load(console, target, limits, vocabulary)
-        _heading(console, "Speeds beside their limits")
+        _heading(console, "Speeds and their limits")
         with console.status("measuring decode and prefill"):
             single = measure(target, vocabulary, 1, 256, 48, num_iters=3, num_iters_warmup=1)
             batch = measure(target, vocabulary, 16, 32, 32, num_iters=2, num_iters_warmup=1)
@@ -93,8 +93,8 @@ def demo(config: EngineConfig) -> None:
         console.print(CODES_NOTE, style="dim", highlight=False)
     if planned.plan.device == "cpu" and machine.last_level_cache >= planned.plan.weight_bytes:
         console.print(f"All {format_bytes(planned.plan.weight_bytes)} of weights fit the processor's last-level cache "
-                      f"({format_bytes(machine.last_level_cache)}), whose rate the limit does not know: more than 100% "
-                      "is possible.", style="dim", highlight=False)
+                      f"({format_bytes(machine.last_level_cache)}), which is faster than the measured memory: more "
+                      "than 100% is possible.", style="dim", highlight=False)
     _heading(console, "Eight chats over a KV cache that holds one")
     show_chats(console, config)
     _heading(console, "Two memory configurations side by side, in the lab")

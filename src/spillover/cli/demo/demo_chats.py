@@ -57,13 +57,13 @@ def show_chats(console: Console, config: EngineConfig) -> None:
 
 def _starved(config: EngineConfig) -> EngineConfig:
     """Return the flags with a device pool for one chat and host memory for all."""
-    from spillover.cli.loading import look_at
+    from spillover.cli.loading import plan_only
     from spillover.plan.tiers import slot_stride
 
     config = replace(bare(config), gpu_memory=None, max_model_len=MODEL_LEN)
-    groups = len(look_at(config).plan.windows)
+    groups = len(plan_only(config).plan.windows)
     config = replace(config, num_gpu_blocks_override=groups * -(-MODEL_LEN // config.block_size))
-    plan = look_at(config).plan
+    plan = plan_only(config).plan
     return replace(config, host_memory=str(len(MODULES) * plan.num_blocks * slot_stride(plan.slot_bytes)))
 
 

@@ -164,8 +164,8 @@ lab.add_command(publish)
 
 
 @lab.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", default=9464, show_default=True, help="Port to listen at; 0 picks a free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=9464, show_default=True, help="Port to listen on; 0 picks a free one.")
 @click.option("--engine-url", default=None, metavar="URL", help="Also export the /metrics of this server.")
 @click.option("--pid", default=None, type=int, help="Also watch the memory of this process and its children.")
 def exporter(host: str, port: int, engine_url: str | None, pid: int | None) -> None:
@@ -179,7 +179,7 @@ def exporter(host: str, port: int, engine_url: str | None, pid: int | None) -> N
     if engine_url is not None:
         watched.append(PrometheusMonitor(engine_url))
     with Exporter(watched, port, host) as shown:
-        click.echo(f"metrics at {shown.url}; Performance Co-Pilot reads them after:")
+        click.echo(f"metrics are served at {shown.url}; to let Performance Co-Pilot read them, run:")
         click.echo(pcp_instructions(shown.url))
         for note in shown.notes:
             click.echo(note, err=True)

@@ -56,12 +56,12 @@ def compare(before: Path, after: Path, confidence: float, equivalence: float, as
     table = make_table("", "what", "before", "after", "speed", "interval", "verdict", text=("what", "verdict"))
     for change in changes:
         colour = COLOURS.get(change.verdict)
-        told = escape(change.word)
+        word = escape(change.word)
         table.add_row(escape(change.name), *(f"{statistics.median(side.values):,.4g} ({len(side.values)})"
                                              for side in (change.before, change.after)),
                       "" if change.speed is None else f"{change.speed:.3f}x",
                       "" if change.low is None else f"{change.low:.3f} .. {change.high:.3f}",
-                      told if colour is None else f"[{colour}]{told}[/]")
+                      word if colour is None else f"[{colour}]{word}[/]")
     console.print(table)
     counts = Counter(change.verdict for change in changes)
     console.print(f"{', '.join(f'{count} {word}' for word, count in counts.items())}. Medians, with how many values. "

@@ -22,7 +22,7 @@ from spillover.lab.analysis import Stop, analysis_of
 from spillover.lab.engines import EngineSpec, with_path
 from spillover.lab.experiment import Arm, Experiment
 from spillover.lab.preflight import foreseen, sending_seconds, workload_stats
-from spillover.lab.run import Answered, Bench, Watcher, run_experiment
+from spillover.lab.run import Bench, StopRule, Watcher, run_experiment
 from spillover.lab.schedule import Visit, turns, visits
 from spillover.lab.traffic import Progress as Figures
 from spillover.lab.traffic import ServedLoad
@@ -39,7 +39,7 @@ COLOURS = {FASTER: "green", SLOWER: "red", SAME: "cyan", NO_VERDICT: "yellow"}
 
 
 def run_in_terminal(console: Console, experiment: Experiment, folder: Path, monitors: bool,
-                    retry_failed: bool = False, answered: Answered | None = None,
+                    retry_failed: bool = False, stop_rule: StopRule | None = None,
                     deadline: float = math.inf) -> None:
     from spillover.bench.provenance import provenance
     from spillover.lab.watch import Monitored
@@ -58,7 +58,7 @@ def run_in_terminal(console: Console, experiment: Experiment, folder: Path, moni
                   else None)
     with Shown(console, experiment) as watcher:
         results = run_experiment(experiment, folder, bench, watcher, provenance(dataclasses.asdict(probe())),
-                                 answered, deadline)
+                                 stop_rule, deadline)
     show_verdicts(console, analysis_of(results))
 
 
@@ -85,16 +85,16 @@ class Shown(Watcher):
         self._bar.stop()
 
     def arm_skipped(self, arm: Arm, why: str) -> None:
-        self._tell(f"{arm.name}: {why}", "yellow")
+        self._print(f"{arm.name}: {why}", "yellow")
 
     def arm_failed(self, arm: Arm, why: str) -> None:
-        self._tell(f"{arm.name} cannot be started and is left out: {why}", "red")
+        self._print(f"{arm.name} cannot be started and is left out: {why}", "red")
 
     def starting(self, arm: Arm) -> None:
         what = f"waiting for {arm.spec.url} to answer" if arm.spec.kind == "url" else f"starting {arm.name}"
         if arm.name not in self._waited:
             self._waited.add(arm.name)
-            self._tell(f"{what}, at most {duration(arm.spec.ready_seconds)}")
+            self._print(f"{what}, at most {duration(arm.spec.ready_seconds)}")
         self._bar.update(self._task, description=what, figures="", deadline=time.monotonic() + arm.spec.ready_seconds)
 
     def block_begins(self, block: int, runs: int) -> None:
@@ -110,23 +110,23 @@ class Shown(Watcher):
 
     def _figures(self, live: Live) -> None:
         rate = live.output_tokens / live.seconds if live.seconds > 0 else 0.0
-        told = f"{live.completed}/{live.total} requests, {rate:.0f} tokens/s"
-        self._bar.update(self._task, figures=f"{told}; {self._left}" if self._left else told)
+        figures = f"{live.completed}/{live.total} requests, {rate:.0f} tokens/s"
+        self._bar.update(self._task, figures=f"{figures}; {self._left}" if self._left else figures)
 
-    def visit_ends(self, visit: Visit, told: Mapping[str, Any]) -> None:
+    def visit_ends(self, visit: Visit, record: Mapping[str, Any]) -> None:
         self._bar.advance(self._task)
-        text, style = _line(told)
-        self._tell(f"block {visit.block + 1}, {visit.workload}, {visit.arm}: {text}", style)
+        text, style = _line(record)
+        self._print(f"block {visit.block + 1}, {visit.workload}, {visit.arm}: {text}", style)
 
     def block_ends(self, found: Stop, seconds: float) -> None:
         self._seconds.append(seconds)
         decided = len(found.verdicts) - len(found.undecided)
-        told = f"block {self._block} took {duration(seconds)}; {decided} of {len(found.verdicts)} comparisons decided"
+        text = f"block {self._block} took {duration(seconds)}; {decided} of {len(found.verdicts)} comparisons decided"
         if found.reason is None:
             left = self._eta(found)
             self._left = left
-            told += f"; {left}"
-        self._tell(told)
+            text += f"; {left}"
+        self._print(text)
 
     def _eta(self, found: Stop) -> str:
         """Estimate the time left from the blocks so far and the limits."""
@@ -140,7 +140,7 @@ class Shown(Watcher):
             return f"at least {duration(each * (least - found.blocks))}, at most {duration(most)} left"
         return f"about {duration(min(each * blocks, most))} left, at most {duration(most)}"
 
-    def _tell(self, text: str, style: str | None = None) -> None:
+    def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, highlight=False, markup=False)
 
 
@@ -161,14 +161,14 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if not hours else f"{hours} h" + (f" {rest} min" if rest else "")
 
 
-def _line(told: Mapping[str, Any]) -> tuple[str, str | None]:
-    if told["status"] != "ok":
-        return str(told["reason"]), "red"
-    metrics = told["metrics"]
+def _line(record: Mapping[str, Any]) -> tuple[str, str | None]:
+    if record["status"] != "ok":
+        return str(record["reason"]), "red"
+    metrics = record["metrics"]
     shown = [f"{metrics[name]:.{digits}f} {unit}" for name, digits, unit in
              (("output_throughput", 1, "tokens/s"), ("median_ttft_ms", 0, "ms TTFT"), ("median_tpot_ms", 1, "ms TPOT"))
              if metrics.get(name) is not None]
-    faults = [fault["reason"] for fault in told["faults"] if fault["fatal"]]
+    faults = [fault["reason"] for fault in record["faults"] if fault["fatal"]]
     return ", ".join(shown) + "".join(f"; not valid: {reason}" for reason in faults), "yellow" if faults else None
 
 
@@ -228,7 +228,7 @@ def _plan_sentences(experiment: Experiment, stats: Mapping[str, WorkloadStats], 
     yield (f"A block is {len(block)} runs" + (f" and {starts} starts of servers" if starts else "") + ": "
            + " ".join(f"{visit.workload}:{visit.arm}" for visit in block))
     if ours:
-        yield f"Before the first block each of {len(ours)} servers is started once, to see that it can be"
+        yield f"Before the first block each of {len(ours)} servers is started once, to check that it can be"
     comparisons = (len(experiment.arms) - 1) * len(experiment.workloads)
     least = experiment.rule.least_blocks(comparisons)
     yield (f"It runs until each of {comparisons} comparisons by {experiment.primary} is faster, slower or the same "
@@ -243,7 +243,7 @@ def _plan_sentences(experiment: Experiment, stats: Mapping[str, WorkloadStats], 
         yield (f"Sending requests at the rates given takes {duration(sending)} per block, at least "
                f"{duration(sending * least)} in all")
     else:
-        yield "How long a block takes is told after the first one"
+        yield "The time that a block takes is printed after the first one"
 
 
 def _seconds_per_block(folder: Path, runs: int) -> float | None:
@@ -272,7 +272,7 @@ def limits_of(experiment: Experiment, console: Console) -> LimitsOf:
     rates: dict[str, Rates] = {}
     for arm in experiment.arms:
         if arm.spec.kind in ("spillover", "in-process") and arm.spec.python is None:
-            with contextlib.suppress(SpilloverError), console.status("measuring what this machine allows"):
+            with contextlib.suppress(SpilloverError), console.status("measuring the rates of this machine"):
                 found[_key(arm.spec)] = _limits(arm.spec, rates)  # the arm reports its own errors when it starts
     return lambda spec: found.get(_key(spec))
 
@@ -283,7 +283,7 @@ def _key(spec: EngineSpec) -> str:
 
 def _limits(spec: EngineSpec, rates: dict[str, Rates]) -> Limits:
     from spillover.cli.bench.targets import RooflineLimits
-    from spillover.cli.loading import look_at
+    from spillover.cli.loading import plan_only
     from spillover.engine.config import EngineConfig
     from spillover.plan.measure import measure_rates
     from spillover.plan.roofline import Roofline
@@ -292,7 +292,7 @@ def _limits(spec: EngineSpec, rates: dict[str, Rates]) -> Limits:
     names = {item.name for item in dataclasses.fields(EngineConfig)}
     given = {name.replace("-", "_"): value for name, value in spec.args.items()}
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name in names}
-    planned = look_at(EngineConfig.from_flags(**{**flags, "model": with_path(spec).model}))
+    planned = plan_only(EngineConfig.from_flags(**{**flags, "model": with_path(spec).model}))
     shape = model_shape(planned.model_config, planned.specs, planned.plan.dtype, kv_dtype=planned.plan.kv_cache_dtype)
     device = planned.plan.device
     if device not in rates:

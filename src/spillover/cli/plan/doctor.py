@@ -65,8 +65,8 @@ def run_bits(console: Console, as_json: bool) -> None:
         console.print(table)
     if any(check.differs is not None for checks in found.values() for check in checks):
         if not as_json:
-            console.print("A request's tokens may depend on what runs beside it here. Please report this table, with "
-                          "the output of `spill doctor`.")
+            console.print("On this machine a request's tokens may depend on the other requests in its batch. Please "
+                          "report this table, with the output of `spill doctor`.")
         raise SystemExit(1)
 
 
@@ -122,7 +122,8 @@ def _machine_table(machine: Machine, kernels: str) -> Table:
     table.add_column(overflow="fold")
     quota = "" if machine.cpu_quota is None else f", cgroup quota {machine.cpu_quota:g}"
     table.add_row("CPU", f"{machine.cpu}, {machine.cores} cores usable{quota}")
-    table.add_row("Last cache", format_bytes(machine.last_level_cache) if machine.last_level_cache else "not known")
+    table.add_row("Last-level cache",
+                  format_bytes(machine.last_level_cache) if machine.last_level_cache else "not known")
     table.add_row(
         "RAM", f"{format_bytes(machine.memory_total)}, {format_bytes(machine.memory_available)} available"
     )
@@ -135,7 +136,7 @@ def _machine_table(machine: Machine, kernels: str) -> Table:
             f"{device.name}, {format_bytes(device.total)}, {format_bytes(device.free)} free, sm_{major}{minor}",
         )
     if not machine.cuda:
-        table.add_row("GPU", "none that torch sees: the device tier is this machine's RAM")
+        table.add_row("GPU", "none that torch can use: the device tier is this machine's RAM")
     table.add_row("Cache folder", f"{machine.cache_folder}, {format_bytes(machine.cache_free)} free")
     table.add_row("Kernels", kernels)
     table.add_row(

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spillover.bench.table import make_table
-from spillover.cli.loading import look_at
+from spillover.cli.loading import plan_only
 from spillover.cli.plan.plan_weights import placement_table, predicted_table, substitute_table
 from spillover.engine.config import EngineConfig
 from spillover.plan.planner import Plan, with_costs
@@ -23,7 +23,7 @@ from spillover.units import format_bytes, format_rate
 def run_plan(console: Console, config: EngineConfig, as_json: bool) -> None:
     from spillover.plan.measure import measure_rates, quick_rates
 
-    planned = look_at(config)  # before anything is timed, so that an impossible plan is refused at once
+    planned = plan_only(config)  # before anything is timed, so that an impossible plan is refused at once
     # Weights that do not fit were already placed by these rates: show the same ones, not new measurements.
     rates = (measure_rates if planned.plan.placement is None else quick_rates)(planned.plan.device)
     plan = with_costs(planned.plan, planned.model_config, planned.specs, rates)

@@ -42,9 +42,9 @@ def run_quantizations(console: Console, config: EngineConfig, as_json: bool) -> 
 
 def quantizations_table(rows: Sequence[FormatPlan]) -> Table:
     table = make_table("Quantisations", "Format", "Weights", "Fits", "KV tokens", "Decode", "Prefill", text=("Fits",),
-                       caption="tok/s of one request. Limits (of, at most): the format's bytes and FLOPs at rates "
-                               "measured now. Before them: the share of the limit that such weights were measured "
-                               "to reach. *: what the checkpoint is in.")
+                       caption="tok/s of one request, as 'predicted of limit'. Limit: the format's bytes and FLOPs at "
+                               "rates measured now. Predicted: the share of it that weights of this format reached "
+                               "when measured; 'at most' if there is no such measurement. *: the checkpoint's format.")
     for row in rows:
         name = f"{row.name} *" if row.own else row.name
         if row.weight_bytes is None or row.kv_tokens is None:
@@ -60,28 +60,29 @@ def notes(rows: Sequence[FormatPlan]) -> list[str]:
     """Return how to get each format, what bounds it, the sources of measured shares, and why one is unavailable."""
     from spillover.engine.plan_formats import NO_LIMIT
 
-    said = [f"{row.name}: {row.how}" for row in rows if row.how and not row.own]
+    lines = [f"{row.name}: {row.how}" for row in rows if row.how and not row.own]
     for what, speeds in (("Decode", [row.decode for row in rows]), ("Prefill", [row.prefill for row in rows])):
         bounds = _named((row.name, speed.bound) for row, speed in zip(rows, speeds, strict=True) if speed is not None)
         unbound = bounds.pop(NO_LIMIT, None)
-        said += [f"{what} is bound by {bound}{f': {names}' if len(bounds) > 1 or unbound else ''}." for bound, names in
-                 bounds.items()]
+        lines += [f"{what} is bound by {bound}{f': {names}' if len(bounds) > 1 or unbound else ''}." for bound, names in
+                  bounds.items()]
         if unbound:
-            said.append(f"{what} has no limit that is known, as products in codes are no float32 ones: {unbound}.")
+            lines.append(f"The limit of {what.lower()} is unknown, because products with codes are not float32 "
+                         f"products: {unbound}.")
     shares = _named((row.name, row.source) for row in rows if row.source)
-    said += [f"Share of the limit, {names}: {source}." for source, names in shares.items()]
+    lines += [f"Share of the limit, {names}: {source}." for source, names in shares.items()]
     unmeasured = [row.name for row in rows if row.weight_bytes is not None and row.resident and not row.source]
     if unmeasured:
-        said.append(f"No share was measured of {'; '.join(unmeasured)}: only the limit is known.")
-    return said + [f"{row.name}: {row.why}" for row in rows if row.why]
+        lines.append(f"No share was measured for {'; '.join(unmeasured)}: only the limit is known.")
+    return lines + [f"{row.name}: {row.why}" for row in rows if row.why]
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Return the names that share each text, in one line per text."""
     found: dict[str, list[str]] = {}
-    for name, said in pairs:
-        found.setdefault(said, []).append(name)
-    return {said: "; ".join(names) for said, names in found.items()}
+    for name, text in pairs:
+        found.setdefault(text, []).append(name)
+    return {text: "; ".join(names) for text, names in found.items()}
 
 
 def _speed(speed: Speed | None) -> str:

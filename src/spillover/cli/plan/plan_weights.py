@@ -79,33 +79,33 @@ def substitute_table(plan: SubstitutePlan) -> Table:
 
 def _caption(plan: WeightPlan) -> str | None:
     """Return facts that the rows do not show."""
-    said = []
+    lines = []
     if plan.quota:
-        said.append(f"Steps of up to {plan.paged_tokens} token{'s' * (plan.paged_tokens > 1)} fetch the experts they "
-                    f"miss, {format_bytes(plan.record_bytes)} each; larger ones stream them.")
+        lines.append(f"Steps of up to {plan.paged_tokens} token{'s' * (plan.paged_tokens > 1)} fetch the experts they "
+                     f"miss, {format_bytes(plan.record_bytes)} each; larger ones stream them.")
     elif plan.paged_tokens:
-        said.append(f"The host computes its experts in steps of up to {plan.paged_tokens} tokens; larger ones stream "
-                    "them.")
+        lines.append(f"The host computes its experts in steps of up to {plan.paged_tokens} tokens; larger ones stream "
+                     "them.")
     if plan.pinned:
-        said.append(f"{plan.pinned} slots of each layer keep their experts permanently.")
+        lines.append(f"{plan.pinned} slots of each layer keep their experts permanently.")
     if plan.spare_slots:
-        said.append(f"The KV cache may take back up to {plan.spare_slots:,} slots.")
-    return " ".join(said) or None
+        lines.append(f"The KV cache may take back up to {plan.spare_slots:,} slots.")
+    return " ".join(lines) or None
 
 
 def _assumed(predicted: Predicted, rates: Rates | None) -> str:
-    said = []
+    lines = []
     if predicted.assumed_hit_rate is not None:
-        said.append(f"Uniform routing is assumed: {predicted.assumed_hit_rate:.0%} of the requested experts are in a "
-                    "slot; real routing repeats itself and hits more often.")
+        lines.append(f"Uniform routing is assumed: {predicted.assumed_hit_rate:.0%} of the requested experts are in a "
+                     "slot; real routing repeats itself and hits more often.")
     if rates is not None and rates.disk_read is None and dict(predicted.decode_seconds).get("disk"):
-        said.append(f"The disk was not timed and is assumed to read at {format_rate(UNKNOWN_DISK, 'B/s')}.")
+        lines.append(f"The disk was not timed and is assumed to read at {format_rate(UNKNOWN_DISK, 'B/s')}.")
     if rates is not None:
         named = {"link": rates.host_to_device, "link, read by a kernel": rates.kernel_read,
                  "host memory": rates.host_read, "device memory": rates.memory_read}
-        said.append("Measured now: " + ", ".join(f"{name} {format_rate(rate, 'B/s')}" for name, rate in named.items()
-                                                 if rate is not None) + ".")
-    return " ".join(said)
+        lines.append("Measured now: " + ", ".join(f"{name} {format_rate(rate, 'B/s')}" for name, rate in named.items()
+                                                  if rate is not None) + ".")
+    return " ".join(lines)
 
 
 def _size(count: int) -> str:

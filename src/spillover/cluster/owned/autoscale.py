@@ -16,8 +16,8 @@ from spillover.cluster.fleet import Fleet
 from spillover.cluster.predict import queue_seconds
 
 UP_SECONDS = 2.0  # time that the wait must stay too long before scaling up, so that a short burst has no effect
-EASY_BACKLOG = 0.25  # share of the wanted backlog, ...
-EASY_BUSY = 0.6  # ... and of time and slots, that the fleet may reach with one replica fewer
+SLACK_BACKLOG = 0.25  # share of the wanted backlog, ...
+SLACK_BUSY = 0.6  # ... and of time and slots, that the fleet may reach with one replica fewer
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Observed(NamedTuple):
 
 
 def observe(fleet: Fleet, now: float, wanted: Collection[int], starting: Collection[int] = ()) -> Observed:
-    """Return a fleet's load. `wanted`: places of the replicas that count, without those being removed."""
-    ready = [replica for replica in fleet.replicas if replica.place in wanted and replica.usable(now)]
+    """Return a fleet's load. `wanted`: indices of the replicas that count, without those being removed."""
+    ready = [replica for replica in fleet.replicas if replica.index in wanted and replica.usable(now)]
     loads = [replica.load(now) for replica in ready]
     slots = sum(load.slots for load in loads)
     return Observed(len(wanted), len(ready), len(starting), sum(queue_seconds(load) for load in loads),
@@ -69,7 +69,7 @@ class Autoscaler:
             self._high_since = self._low_since = None
             return count
         self._high_since = _since(self._high_since, now, seen.backlog_seconds > settings.backlog_seconds * count)
-        self._low_since = _since(self._low_since, now, self._easy(seen))
+        self._low_since = _since(self._low_since, now, self._has_slack(seen))
         if self._high_since is not None and now - self._high_since >= UP_SECONDS and count < settings.most:
             self._high_since = None
             needed = math.ceil(seen.backlog_seconds / settings.backlog_seconds)
@@ -79,14 +79,14 @@ class Autoscaler:
             return count - 1
         return count
 
-    def _easy(self, seen: Observed) -> bool:
+    def _has_slack(self, seen: Observed) -> bool:
         """Return whether the fleet would have little to do with one replica fewer."""
         rest = seen.replicas - 1
         if rest < self.settings.least or seen.ready < seen.replicas:
             return False
         more = seen.replicas / rest
-        return (seen.backlog_seconds <= EASY_BACKLOG * self.settings.backlog_seconds * rest
-                and seen.busy * more <= EASY_BUSY and seen.occupied * more <= EASY_BUSY)
+        return (seen.backlog_seconds <= SLACK_BACKLOG * self.settings.backlog_seconds * rest
+                and seen.busy * more <= SLACK_BUSY and seen.occupied * more <= SLACK_BUSY)
 
 
 def _since(since: float | None, now: float, holds: bool) -> float | None:

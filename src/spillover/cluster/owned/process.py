@@ -58,7 +58,7 @@ class ServerProcess:
             async with asyncio.timeout(START_SECONDS):
                 return await self.process.stdout.readline()
         except TimeoutError:
-            raise SpilloverError(f"it gave no sign of life for {START_SECONDS:.0f} s while starting") from None
+            raise SpilloverError(f"it reported no progress for {START_SECONDS:.0f} s while starting") from None
 
     async def news(self) -> AsyncIterator[News]:
         while line := await self.line():

@@ -48,7 +48,7 @@ def connect(address: str | None, seconds: float) -> Any:
     known = bool(colon) and port.isdigit() and "://" not in host
     while True:
         if known:  # check first, as Ray itself would retry for minutes
-            _knock(host.strip("[]"), int(port))
+            _probe(host.strip("[]"), int(port))
         try:
             ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True, include_dashboard=False)
             return ray
@@ -60,7 +60,7 @@ def connect(address: str | None, seconds: float) -> Any:
             raise SpilloverError(f"Ray cannot be used: {_first_line(error)}") from None
 
 
-def _knock(host: str, port: int) -> None:
+def _probe(host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), CONNECT_SECONDS).close()
     except OSError as error:
@@ -117,7 +117,7 @@ class RayServer:
                 async with asyncio.timeout(START_SECONDS):
                     line = await self._actor.line.remote()
             except TimeoutError:
-                raise SpilloverError(f"it gave no sign of life for {START_SECONDS:.0f} s while starting") from None
+                raise SpilloverError(f"it reported no progress for {START_SECONDS:.0f} s while starting") from None
             except self._ray.exceptions.RayError as error:
                 raise SpilloverError(f"its actor was lost: {_first_line(error)}") from None
             if not line:

@@ -54,21 +54,22 @@ class OwnedServer(Protocol):
 class OwnedReplicas:
     def __init__(self, servers: Sequence[OwnedServer], key: str, *, count: int | None = None,
                  on_plan: Callable[[Plan], None], on_progress: Progress) -> None:
-        """Own these servers, one per place in the fleet, whose API key is `key`; `count` of them are started first, by
-        default all."""
-        self.starting: set[int] = set()  # places that were added and have not served yet
+        """Own these servers, one per replica of the fleet, whose API key is `key`; `count` of them are started first,
+        by default all."""
+        self.starting: set[int] = set()  # replicas that were added and have not served yet
         self._servers = servers
         self._key = key
         self._count = len(servers) if count is None else count
         self._on_plan = on_plan
         self._on_progress = on_progress
         self._watchers: Sequence[Watcher] = ()
-        self._keepers: dict[int, asyncio.Task[None]] = {}  # tasks of the places that must serve
-        self._given_up: set[int] = set()  # places whose servers died too often
+        self._keepers: dict[int, asyncio.Task[None]] = {}  # tasks of the replicas that must serve
+        self._given_up: set[int] = set()  # replicas whose servers died too often
 
     @property
     def wanted(self) -> list[int]:
-        """Return the places whose servers run, start or are being restarted."""
+        """Return the indices of replicas whose servers
+ run, start or are being restarted."""
         return sorted(self._keepers)
 
     async def start(self, watchers: Sequence[Watcher]) -> None:
@@ -76,29 +77,29 @@ class OwnedReplicas:
         SpilloverError if one cannot start."""
         self._watchers = watchers
         for watcher in watchers[self._count:]:
-            watcher.rest(NOT_NEEDED)
+            watcher.suspend(NOT_NEEDED)
         await self._start(0, first=True)
-        await asyncio.gather(*(self._start(place) for place in range(1, self._count)))
-        self._keepers = {place: asyncio.create_task(self._keep(place)) for place in range(self._count)}
+        await asyncio.gather(*(self._start(index) for index in range(1, self._count)))
+        self._keepers = {index: asyncio.create_task(self._keep(index)) for index in range(self._count)}
 
     def add(self) -> int | None:
-        """Begin to start one more server and return its place; None if no place is left."""
-        place = next((each for each in range(len(self._servers))
+        """Begin to start one more server and return its index; None if none is left."""
+        index = next((each for each in range(len(self._servers))
                       if each not in self._keepers and each not in self._given_up), None)
-        if place is not None:
-            self.starting.add(place)
-            self._keepers[place] = asyncio.create_task(self._add(place))
-        return place
+        if index is not None:
+            self.starting.add(index)
+            self._keepers[index] = asyncio.create_task(self._add(index))
+        return index
 
-    async def remove(self, place: int) -> None:
-        """Stop the server of a place, which can be added again later."""
-        keeper = self._keepers.get(place)
+    async def remove(self, index: int) -> None:
+        """Stop a replica's server; it can be added again later."""
+        keeper = self._keepers.get(index)
         if keeper is not None:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
-        self._watchers[place].rest(NOT_NEEDED)
-        await self._servers[place].stop()
-        self._keepers.pop(place, None)
+        self._watchers[index].suspend(NOT_NEEDED)
+        await self._servers[index].stop()
+        self._keepers.pop(index, None)
 
     async def stop(self) -> None:
         """Stop all servers; afterwards no part of them remains."""
@@ -107,58 +108,58 @@ class OwnedReplicas:
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
         await asyncio.gather(*(server.stop() for server in self._servers))
 
-    async def _start(self, place: int, first: bool = False) -> None:
+    async def _start(self, index: int, first: bool = False) -> None:
         """Spawn a server and wait until it serves; raise SpilloverError with the reason if it cannot."""
-        server = self._servers[place]
+        server = self._servers[index]
         try:
             url = await server.spawn()
             async for news in server.news():
                 if news.plan is not None and first:
                     self._on_plan(news.plan)
                 elif news.progress is not None:
-                    self._on_progress(place, *news.progress)
+                    self._on_progress(index, *news.progress)
                 elif news.failed is not None:
                     raise SpilloverError(news.failed)
                 elif news.ready:
-                    self._watchers[place].move(Upstream(url, self._key))
+                    self._watchers[index].set_upstream(Upstream(url, self._key))
                     return
         except SpilloverError as error:
-            raise SpilloverError(f"replica {place} cannot start: {error}") from None
+            raise SpilloverError(f"replica {index} cannot start: {error}") from None
         await server.stop()
-        raise SpilloverError(f"replica {place} ended while starting; its log above says why")
+        raise SpilloverError(f"replica {index} exited while starting; see its log above")
 
-    async def _add(self, place: int) -> None:
+    async def _add(self, index: int) -> None:
         try:
-            await self._start(place)
+            await self._start(index)
         except SpilloverError as error:
             log.error("%s", error)
-            await self._servers[place].stop()
-            self._watchers[place].rest(str(error))
-            del self._keepers[place]
+            await self._servers[index].stop()
+            self._watchers[index].suspend(str(error))
+            del self._keepers[index]
             return
         finally:
-            self.starting.discard(place)
-        await self._keep(place)
+            self.starting.discard(index)
+        await self._keep(index)
 
-    async def _keep(self, place: int) -> None:
+    async def _keep(self, index: int) -> None:
         """Restart a server whenever it has died."""
-        server, watcher = self._servers[place], self._watchers[place]
+        server, watcher = self._servers[index], self._watchers[index]
         quick_deaths, serves = 0, True
         while True:
             if serves:
-                watcher.gone(f"its process ended ({await server.ended()})")
+                watcher.mark_gone(f"its process exited ({await server.ended()})")
             quick_deaths = quick_deaths + 1 if time.monotonic() - server.started < QUICK_DEATH_SECONDS else 0
             if quick_deaths > MAX_QUICK_DEATHS:
-                log.error("replica-%d has died %d times in a row and is not started again", place, quick_deaths)
-                self._given_up.add(place)
-                del self._keepers[place]
+                log.error("replica-%d has died %d times in a row and is not restarted", index, quick_deaths)
+                self._given_up.add(index)
+                del self._keepers[index]
                 return
             if quick_deaths > 1:
                 await asyncio.sleep(min(FIRST_BACKOFF_SECONDS * 2 ** (quick_deaths - 2), LONGEST_BACKOFF_SECONDS))
-            log.warning("replica-%d is started again", place)
+            log.warning("restarting replica-%d", index)
             try:
                 await server.stop()
-                await self._start(place)
+                await self._start(index)
                 serves = True
             except SpilloverError as error:
                 log.error("%s", error)

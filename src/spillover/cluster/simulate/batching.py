@@ -150,7 +150,7 @@ class SimulatedReplica:
             if each.status is not Status.RUNNING or not budget or each.known - each.prompt >= each.limit:
                 continue
             count = min(each.known - each.computed, budget)
-            if self._make_room(each, each.computed + count, items):
+            if self._allocate(each, each.computed + count, items):
                 items.append(_take(each, count))
                 budget -= count
         self._admit(items, budget, now)
@@ -159,9 +159,9 @@ class SimulatedReplica:
         load = _load(items)
         return SimulatedStep(tuple(items), load, self.costs.seconds(load))
 
-    def _make_room(self, sequence: SimulatedRequest, tokens: int, items: list[Item]) -> bool:
+    def _allocate(self, sequence: SimulatedRequest, tokens: int, items: list[Item]) -> bool:
         missing = self._missing(sequence, tokens)
-        while missing > 0 and not self.cache.take(sequence.held, missing):
+        while missing > 0 and not self.cache.allocate(sequence.held, missing):
             if self._leaving:  # leaving requests are about to free their blocks
                 return False
             taken = {item.sequence for item in items}
@@ -202,7 +202,7 @@ class SimulatedReplica:
                 sequence.device_tokens, sequence.host_tokens = device * size, host * size
             if not sequence.restoring and sequence.known - sequence.prompt < sequence.limit:
                 count = min(sequence.known - sequence.computed, budget)
-                fits = self.cache.take(sequence.held, max(0, self._missing(sequence, sequence.computed + count)))
+                fits = self.cache.allocate(sequence.held, max(0, self._missing(sequence, sequence.computed + count)))
                 assert fits
                 items.append(_take(sequence, count))
                 budget -= count
@@ -210,14 +210,14 @@ class SimulatedReplica:
 
     def _receive(self, sequence: SimulatedRequest) -> None:
         """Allocate the blocks of a prompt whose KV was sent by another replica."""
-        fits = self.cache.take(sequence.held, self._missing(sequence, sequence.prompt))
+        fits = self.cache.allocate(sequence.held, self._missing(sequence, sequence.prompt))
         assert fits
-        self._name(sequence, sequence.prompt)
+        self._publish(sequence, sequence.prompt)
         sequence.computed = sequence.prompt
 
     def _restore(self, sequence: SimulatedRequest, device: int, host: int, now: float) -> None:
         """Copy blocks from host memory; until that has completed, the sequence is not computed."""
-        fits = self.cache.take(sequence.held, host)
+        fits = self.cache.allocate(sequence.held, host)
         assert fits
         sequence.restoring = True
         self._link_free = max(self._link_free, now) + host * self.settings.host_block_seconds
@@ -225,7 +225,7 @@ class SimulatedReplica:
         def restored(now: float) -> None:
             sequence.restoring = False
             sequence.computed = (device + host) * self.settings.block_size
-            self._name(sequence, sequence.computed)
+            self._publish(sequence, sequence.computed)
             self._start(now)
 
         self._at(self._link_free, restored)
@@ -236,7 +236,7 @@ class SimulatedReplica:
         for item in step.items:
             sequence = item.sequence
             sequence.in_flight -= 1
-            self._name(sequence, item.end)
+            self._publish(sequence, item.end)
             if item.samples:
                 sequence.pending -= 1
                 sequence.generated += 1
@@ -248,12 +248,12 @@ class SimulatedReplica:
             if not sequence.in_flight and sequence in self._leaving:
                 self._leave(sequence)
 
-    def _name(self, sequence: SimulatedRequest, tokens: int) -> None:
-        known, full = len(sequence.held.named), tokens // self.settings.block_size
+    def _publish(self, sequence: SimulatedRequest, tokens: int) -> None:
+        known, full = len(sequence.held.shared), tokens // self.settings.block_size
         if known < full:
             while len(sequence.keys) < full:  # blocks of the answer, which no prompt of a trace contains
                 sequence.keys.append(next(self._answers))
-            self.cache.name(sequence.held, sequence.keys[known:full])
+            self.cache.publish(sequence.held, sequence.keys[known:full])
 
     def _leave_when_idle(self, sequence: SimulatedRequest) -> None:
         if sequence.in_flight:
@@ -270,7 +270,7 @@ class SimulatedReplica:
 
     def _missing(self, sequence: SimulatedRequest, tokens: int) -> int:
         held = sequence.held
-        return -(-tokens // self.settings.block_size) - (len(held.named) + held.private - held.doubles)
+        return -(-tokens // self.settings.block_size) - (len(held.shared) + held.private - held.duplicates)
 
 
 def _take(sequence: SimulatedRequest, count: int) -> Item:

@@ -32,9 +32,9 @@ class NullListener:
 class Held:
     """The blocks of one request."""
 
-    named: list[int] = field(default_factory=list)  # keys that others can find, in order; the request is a user of each
+    shared: list[int] = field(default_factory=list)  # keys that others can find, in order; the request uses each block
     private: int = 0  # number of blocks that other requests cannot find: not computed yet, or duplicates
-    doubles: int = 0  # number of private blocks whose key another block already had
+    duplicates: int = 0  # number of private blocks whose key another block already had
 
 
 class BlockCache:
@@ -74,11 +74,11 @@ class BlockCache:
             if not self._users[key]:
                 del self._evictable[key]
             self._users[key] += 1
-            held.named.append(key)
+            held.shared.append(key)
             if key in self._host:
                 self._host.move_to_end(key)
 
-    def take(self, held: Held, count: int) -> bool:
+    def allocate(self, held: Held, count: int) -> bool:
         """Allocate `count` empty blocks for a request, evicting if necessary; return False if there are not enough."""
         if count > self.available:
             return False
@@ -89,7 +89,7 @@ class BlockCache:
         self._private += count
         return True
 
-    def name(self, held: Held, keys: Sequence[int]) -> None:
+    def publish(self, held: Held, keys: Sequence[int]) -> None:
         """Make a request's next blocks, which have been computed, available to other requests."""
         new = []
         for key in keys:
@@ -97,24 +97,24 @@ class BlockCache:
                 if not self._users[key]:
                     del self._evictable[key]
                 self._users[key] += 1
-                held.doubles += 1
+                held.duplicates += 1
             else:
                 self._users[key] = 1
                 held.private -= 1
                 self._private -= 1
                 new.append(key)
-            held.named.append(key)
+            held.shared.append(key)
         if new:
             self._listener.store(GPU, new)
 
     def release(self, held: Held) -> None:
         """Release a request's blocks; those with a key are kept until they are evicted."""
-        for key in reversed(held.named):
+        for key in reversed(held.shared):
             self._users[key] -= 1
             if not self._users[key]:
                 self._evictable[key] = None
         self._private -= held.private
-        held.named, held.private, held.doubles = [], 0, 0
+        held.shared, held.private, held.duplicates = [], 0, 0
 
     def check(self) -> None:
         """Assert the invariants."""

@@ -135,7 +135,7 @@ def read_costs(path: str) -> Measured:
         raise SpilloverError(f"cannot read --costs '{path}': {error.strerror}; give a file that `spill simulate "
                              "--costs measure --save-costs FILE` wrote, or STEP,TOKEN in milliseconds") from error
     except ValueError as error:
-        raise SpilloverError(f"'{path}' is not a cost file: it is no JSON ({error})") from error
+        raise SpilloverError(f"'{path}' is not a cost file: it is not JSON ({error})") from error
     try:
         return _measured(value, path)
     except (KeyError, TypeError, ValueError) as error:

@@ -55,7 +55,7 @@ def assumptions(measured: Measured, settings: Sequence[FleetSettings]) -> list[s
              + ("what each replica holds, at once" if first.kv_events else "only what it sent where"),
              f"A request takes {(first.request_seconds + first.router_seconds) * 1e3:.2f} ms outside of steps"
              + ("" if first.request_seconds + first.router_seconds else " (not measured)"),
-             "Requests come at the trace's times, whether earlier ones have ended or not; answers have the trace's "
+             "Requests come at the trace's times, whether earlier ones have finished or not; answers have the trace's "
              "lengths, and no prompt finds an answer's KV again"]
     split = next((each for each in settings if each.decode_replicas), None)
     if split is not None:

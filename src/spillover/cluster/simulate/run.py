@@ -19,7 +19,7 @@ from spillover.cluster.simulate.costs import StepCosts
 from spillover.memory.kv.event_wire import CPU
 
 SPACE = "simulated"
-LOOK_SECONDS = 1.0  # interval of a replica's reports to the router, as in `cluster/watch.py`
+REPORT_SECONDS = 1.0  # interval of a replica's reports to the router, as in `cluster/watch.py`
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ def simulate(arrivals: Sequence[Arrival], settings: FleetSettings, costs: StepCo
     return _Simulation(arrivals, settings, costs, on_step).run()
 
 
-class _Index:
+class _IndexListener:
     """A listener that updates the router's index with a replica's blocks, at once and without loss."""
 
-    def __init__(self, fleet: Fleet, place: int) -> None:
-        self._index, self._place = fleet.index, place
+    def __init__(self, fleet: Fleet, index: int) -> None:
+        self._index, self._replica = fleet.prefix_index, index
 
     def store(self, medium: str, keys: Sequence[int]) -> None:
-        self._index.store(self._place, medium, keys)
+        self._index.store(self._replica, medium, keys)
 
     def remove(self, medium: str, keys: Sequence[int]) -> None:
-        self._index.remove(self._place, medium, keys)
+        self._index.remove(self._replica, medium, keys)
 
 
 @dataclass
@@ -78,7 +78,7 @@ class _Open:
     """A request that has not finished."""
 
     flight: Flight
-    place: int  # place of the replica that computes the prompt
+    replica: int  # index of the replica that computes the prompt
     last: float = 0.0  # time of the latest token
     target: int = -1  # index of the decode replica; -1 if not chosen
     sent: int = 0  # number of tokens whose KV the target has or is being sent
@@ -89,20 +89,20 @@ class _Simulation:
                  on_step: Callable[[SimulatedReplica, SimulatedStep, float], None] | None) -> None:
         self.arrivals = arrivals
         self.settings = settings
-        self._hears = on_step
+        self._on_step = on_step
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
         self.fleet = Fleet(POLICIES[settings.policy]())
         self.servers: list[SimulatedReplica] = []
         self.decoders: list[SimulatedReplica] = []
-        for place in range(settings.replicas):
-            replica = self.fleet.add(f"replica-{place}", SPACE)
+        for index in range(settings.replicas):
+            replica = self.fleet.add(f"replica-{index}", SPACE)
             replica.ready = True
             if settings.kv_events:
-                mirror = Mirror(self.fleet.index, place)
+                mirror = Mirror(self.fleet.prefix_index, index)
                 mirror.state = IndexState.EXACT
                 self.fleet.follow(replica, SPACE, mirror)
-            listener = _Index(self.fleet, place) if settings.kv_events else None
+            listener = _IndexListener(self.fleet, index) if settings.kv_events else None
             self.servers.append(self._server(costs, BlockCache(settings.replica.num_blocks,
                                                                settings.replica.host_blocks, listener)))
         for _ in range(settings.decode_replicas):
@@ -111,7 +111,7 @@ class _Simulation:
         self._decoding = [0] * settings.decode_replicas  # number of open requests of each
         self._link_free = [0.0] * settings.replicas
         self._open: dict[int, _Open] = {}
-        self._told = -LOOK_SECONDS
+        self._reported_at = -REPORT_SECONDS
         nothing = [float("nan")] * len(arrivals)
         self.outcome = Outcome(settings, array("d", nothing), array("d", nothing), served=[0] * settings.replicas)
 
@@ -150,30 +150,30 @@ class _Simulation:
             outcome.refused += 1
             return
         now = arrival.at
-        self._tell(now)
+        self._report(now)
         prompt = Prompt(arrival.tokens, {SPACE: Keys(arrival.keys, size)}, output_tokens=arrival.output_tokens)
         decision = self.fleet.decide(prompt, now)
         assert decision is not None
         self.fleet.count(prompt, decision)
-        place = decision.replica.place
-        outcome.served[place] += 1
+        index = decision.replica.index
+        outcome.served[index] += 1
         outcome.prompt_tokens += arrival.tokens
-        self._open[number] = _Open(self.fleet.send(prompt, decision, now), place)
+        self._open[number] = _Open(self.fleet.send(prompt, decision, now), index)
         sequence = SimulatedRequest(number, arrival.tokens, 1 if self.decoders else arrival.output_tokens,
                                     list(arrival.keys))
         self._at(now + self.settings.router_seconds + self.settings.request_seconds,
-                 lambda now: self.servers[place].add(sequence, now))
+                 lambda now: self.servers[index].add(sequence, now))
 
-    def _tell(self, now: float) -> None:
+    def _report(self, now: float) -> None:
         """Report the replicas' state to the router, as often as a router requests it."""
-        if now - self._told < LOOK_SECONDS:
+        if now - self._reported_at < REPORT_SECONDS:
             return
-        self._told = now
+        self._reported_at = now
         settings = self.settings.replica
         tiers = {CPU: settings.host_block_seconds} if settings.host_blocks else {}
         for replica, server in zip(self.fleet.replicas, self.servers, strict=True):
             replica.update(ReplicaReport(server.cost.token_seconds, tiers, settings.max_num_seqs, settings.num_blocks,
-                              server.cache.used))
+                                         server.cache.used))
 
     def _stepped(self, server: SimulatedReplica, step: SimulatedStep, now: float) -> None:
         for item in step.items:
@@ -181,8 +181,8 @@ class _Simulation:
                 self._send(item.sequence, item.end, now)
             if item.samples:
                 self._token(item.sequence, now)
-        if self._hears is not None:
-            self._hears(server, step, now)
+        if self._on_step is not None:
+            self._on_step(server, step, now)
 
     def _token(self, sequence: SimulatedRequest, now: float) -> None:
         number, outcome = sequence.number, self.outcome
@@ -215,18 +215,18 @@ class _Simulation:
         if arrival.output_tokens == 1:
             return
         if opened.target < 0:
-            opened.target = min(range(len(self.decoders)), key=lambda place: (self._decoding[place], place))
+            opened.target = min(range(len(self.decoders)), key=lambda index: (self._decoding[index], index))
             self._decoding[opened.target] += 1
             size = self.settings.replica.block_size
             opened.sent = self.decoders[opened.target].cache.match(arrival.keys, (arrival.tokens - 1) // size)[0] * size
         new = max(0, end - opened.sent)
         opened.sent = max(opened.sent, end)
-        self._link_free[opened.place] = (max(self._link_free[opened.place], now)
+        self._link_free[opened.replica] = (max(self._link_free[opened.replica], now)
                                          + new * self.settings.transfer_token_seconds)
 
     def _hand_over(self, sequence: SimulatedRequest, arrival: Arrival) -> None:
         """Move the request to its decode replica as soon as the last of the prompt's KV has arrived."""
         opened = self._open[sequence.number]
         received = SimulatedRequest(sequence.number, arrival.tokens, arrival.output_tokens, list(arrival.keys), True)
-        self._at(max(self._link_free[opened.place], opened.last),
+        self._at(max(self._link_free[opened.replica], opened.last),
                  lambda now: self.decoders[opened.target].add(received, now))

@@ -14,7 +14,7 @@ from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.linear import linear
 from spillover.kernels.moe.experts import Experts, ExpertWeights, expert_stacks
-from spillover.kernels.moe.moe import OTHER_RANK, LocalExperts, expert_mlp, here, moe, route
+from spillover.kernels.moe.moe import OTHER_RANK, LocalExperts, expert_mlp, local_ids, moe, route
 from spillover.kernels.moe.records import Record
 from spillover.memory.experts import ExpertCache
 from spillover.memory.transfer.link_queue import Priority
@@ -39,12 +39,12 @@ class ExpertSlots:
         self.bytes_moved = 0
         self.fetches = 0
 
-    def fetch(self, layer: int, expert: int, keep: Sequence[int], asked: bool, pinned: bool = False) -> int | None:
+    def fetch(self, layer: int, expert: int, keep: Sequence[int], demand: bool, pinned: bool = False) -> int | None:
         """Assign a slot to the expert and start the copy into it; return the slot, None if none can be evicted."""
-        slot = self.cache.take(layer, expert, keep, asked, pinned)
+        slot = self.cache.assign(layer, expert, keep, demand, pinned)
         if slot is not None:
             self._tickets[slot] = self._transfers.start(self._arena[slot], self._source(layer, expert),
-                                                        Priority.DEMAND if asked else Priority.PREFETCH)
+                                                        Priority.DEMAND if demand else Priority.PREFETCH)
             self.bytes_moved += self._record.nbytes
             self.fetches += 1
         return slot
@@ -62,7 +62,7 @@ class ExpertSlots:
         self.step += 1
         return self.step
 
-    def settle(self) -> None:
+    def finish_copies(self) -> None:
         """Wait until every copy has completed."""
         for slot in list(self._tickets):
             self.bind(slot)
@@ -97,12 +97,12 @@ class CpuExperts:
         assert self.slots is not None
         slots = self.slots.cache.lend(layer)
         if slots:
-            self.slots.settle()  # no copy to the lent slots may be in flight
+            self.slots.finish_copies()  # no copy to the lent slots may be in flight
         return slots
 
-    def give_back(self, layer: int, slots: range) -> None:
+    def return_slots(self, layer: int, slots: range) -> None:
         assert self.slots is not None
-        self.slots.cache.give_back(layer, slots)
+        self.slots.cache.return_slots(layer, slots)
 
     def sleep(self) -> None:
         """Do nothing: the device is the host."""
@@ -112,7 +112,7 @@ class CpuExperts:
 
     def close(self) -> None:
         if self.slots is not None:
-            self.slots.settle()
+            self.slots.finish_copies()
 
 
 class SlotExperts:
@@ -127,13 +127,13 @@ class SlotExperts:
         self._next_router = next_router
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: LocalExperts | None = None) -> Tensor:
-        ids, shares = route(scores, k, renormalize, limit, own)
+                local: LocalExperts | None = None) -> Tensor:
+        ids, shares = route(scores, k, renormalize, limit, local)
         wanted = _different(ids)
-        self._prepare(x, wanted, k, own)
+        self._prepare(x, wanted, k, local)
         return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, *self._fetch(index, wanted), 0, limit))
 
-    def _prepare(self, x: Tensor, wanted: list[int], k: int, own: LocalExperts | None) -> None:
+    def _prepare(self, x: Tensor, wanted: list[int], k: int, local: LocalExperts | None) -> None:
         """Report this layer's experts to the policy, and prefetch the next layer's experts that it predicts."""
         cache, layer = self._slots.cache, self._layer
         step = self._slots.next_step() if layer == 0 else self._slots.step
@@ -144,23 +144,23 @@ class SlotExperts:
         if self._next_router is not None:
             weight, bias = self._next_router()
             chosen = linear(x, weight, bias).topk(k).indices
-            cache.policy.on_guess(layer + 1, _different(here(chosen, own)))  # type: ignore[attr-defined]
+            cache.policy.on_guess(layer + 1, _different(local_ids(chosen, local)))  # type: ignore[attr-defined]
         for expert in cache.policy.prefetch(layer + 1):
             if cache.slot(layer + 1, expert) is None:
-                self._slots.fetch(layer + 1, expert, (), asked=False)
+                self._slots.fetch(layer + 1, expert, (), demand=False)
 
     def _fetch(self, index: int, wanted: list[int]) -> tuple[Experts, Experts]:
         """Return one expert as stacks of one, valid until the next fetch."""
         cache, layer = self._slots.cache, self._layer
-        slot = cache.ask(layer, index)
+        slot = cache.lookup(layer, index)
         if slot is None:
             # Experts needed later in this step are kept if possible; with a small quota some must be evicted.
             later = [expert for expert in wanted if expert > index]
-            slot = self._slots.fetch(layer, index, later, asked=True)
+            slot = self._slots.fetch(layer, index, later, demand=True)
             if slot is None:
-                slot = self._slots.fetch(layer, index, (), asked=True)
+                slot = self._slots.fetch(layer, index, (), demand=True)
             if slot is None:  # the policy has pinned as many experts as there are slots
-                slot = self._slots.fetch(layer, index, (), asked=True, pinned=True)
+                slot = self._slots.fetch(layer, index, (), demand=True, pinned=True)
             assert slot is not None, "a layer without a slot"
         return self._slots.bind(slot)
 
@@ -175,12 +175,12 @@ class InPlaceExperts:
         self.computed = 0  # number of experts computed, over all steps
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: LocalExperts | None = None) -> Tensor:
+                local: LocalExperts | None = None) -> Tensor:
         def expert(index: int, rows: Tensor) -> Tensor:
             self.computed += 1
             return expert_mlp(rows, *_stacks_of_one(self._record, self._source(index)), 0, limit)
 
-        return moe(x, *route(scores, k, renormalize, limit, own), expert)
+        return moe(x, *route(scores, k, renormalize, limit, local), expert)
 
 
 def _different(ids: Tensor) -> list[int]:

@@ -90,9 +90,9 @@ class LaunchedStep:
 class CpuRunner:
     def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, limits: StepLimits,
                  transfers: Transfers, decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
-                 stage: OffloadStage | None = None, beside: CpuRunner | None = None) -> None:
+                 stage: OffloadStage | None = None, shared_with: CpuRunner | None = None) -> None:
         """Make the runner. `stage`: the buffers that offloaded blocks of sequences longer than the pool pass through.
-        `beside`: a runner that shares the device with this one, so that their steps run one after another."""
+        `shared_with`: a runner that shares the device with this one, so that their steps run one after another."""
         self.model = model
         self.weights = weights
         self.kv = kv
@@ -109,7 +109,7 @@ class CpuRunner:
         self._stage = stage
         self._stack = model.stack(weights, kv) if isinstance(weights, FixedWeights) else None
         self._drawn: npt.NDArray[np.int64] = NOTHING  # [R], tokens of the last executed step that sampled any
-        self._stream: ThreadPoolExecutor = (beside._stream if beside is not None
+        self._stream: ThreadPoolExecutor = (shared_with._stream if shared_with is not None
                                             else ThreadPoolExecutor(1, "spillover-step"))
         self._num_launched = 0
         self._num_executed = 0
@@ -131,10 +131,10 @@ class CpuRunner:
         if not found:
             return HeadDrafts([()] * len(items))
         self._block_tables[0].reshape(-1)[updates.places] = updates.blocks
-        asked = [items[index] for index in found]
-        tokens = [self.table[item.id].token_ids[item.start] for item in asked]
+        drafted_items = [items[index] for index in found]
+        tokens = [self.table[item.id].token_ids[item.start] for item in drafted_items]
         drafts: list[tuple[int, ...]] = [()] * len(items)
-        drafted = self._stream.submit(self._draft, asked, slots, tokens, self._block_tables[0, slots]).result()
+        drafted = self._stream.submit(self._draft, drafted_items, slots, tokens, self._block_tables[0, slots]).result()
         for index, draft in zip(found, drafted, strict=True):
             drafts[index] = draft
         return HeadDrafts(drafts)
@@ -222,19 +222,19 @@ class CpuRunner:
         """Execute a step. If another step is launched, the outcome is set only when that step's layers run: one thread
         at a time runs Python, so the host's work on the outcome would delay the start of the next step."""
         try:
-            told = partial(outcome.set_result, self._execute(work))
+            set_outcome = partial(outcome.set_result, self._execute(work))
         except BaseException as error:
-            told = partial(outcome.set_exception, error)
+            set_outcome = partial(outcome.set_exception, error)
         self._set_outcome()  # sets the previous step's outcome, if this step failed before its layers ran
-        self._unset_outcome = told
+        self._unset_outcome = set_outcome
         self._num_executed += 1
         if self._num_executed >= self._num_launched:
             self._set_outcome()
 
     def _set_outcome(self) -> None:
-        told, self._unset_outcome = self._unset_outcome, None
-        if told is not None:
-            told()
+        set_outcome, self._unset_outcome = self._unset_outcome, None
+        if set_outcome is not None:
+            set_outcome()
 
     @torch.inference_mode()
     def _execute(self, work: _Work) -> _Outcome:
@@ -284,16 +284,16 @@ class CpuRunner:
                                           for index in order]))
         drafts: list[list[int]] = [[] for _ in items]
         for done in range(items[order[0]].count):
-            going = sum(items[index].count > done for index in order)
-            positions = starts[:going] + done
-            numbers = torch.arange(going + 1, dtype=torch.int32)
+            active = sum(items[index].count > done for index in order)
+            positions = starts[:active] + done
+            numbers = torch.arange(active + 1, dtype=torch.int32)
             longest = int(positions.max()) + 1
             batch = AttentionBatch(
                 query_start=numbers, seq_lens=torch.from_numpy((positions + 1).astype(np.int32)),
-                block_table=torch.from_numpy(np.ascontiguousarray(table[:going, :-(-longest // self._block_size)])),
-                positions=torch.from_numpy(positions), rows=numbers[:going], block_size=self._block_size,
+                block_table=torch.from_numpy(np.ascontiguousarray(table[:active, :-(-longest // self._block_size)])),
+                positions=torch.from_numpy(positions), rows=numbers[:active], block_size=self._block_size,
                 kv_dtype=self._kv_dtype)
-            logits, before = head.draft(ids[:going], before[:going], batch)
+            logits, before = head.draft(ids[:active], before[:active], batch)
             ids = head.tokens(logits.argmax(-1))
             for index, token in zip(order, ids.tolist(), strict=False):
                 drafts[index].append(token)

@@ -13,7 +13,7 @@ from spillover.engine.config import EngineConfig
 from spillover.engine.cuda.calibrate import split_table, streaming_share
 from spillover.engine.cuda.expert_arena import ExpertArena
 from spillover.engine.cuda.fetched_experts import FetchedExperts
-from spillover.engine.cuda.graph_weights import GraphAware, PassingLayers
+from spillover.engine.cuda.graph_weights import GraphAware, StreamedLayers
 from spillover.engine.cuda.host_share import MAX_STREAMED_TOKENS, HostShare
 from spillover.engine.cuda.paged_experts import PagedExperts
 from spillover.engine.cuda.policy_thread import PolicyThread
@@ -51,8 +51,8 @@ class CudaLayerExperts:
     layer: int
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: LocalExperts | None = None) -> Tensor:
-        assert own is None, "ranks that deal out experts have all of their own on the device: rank_plan.check_experts"
+                local: LocalExperts | None = None) -> Tensor:
+        assert local is None, "ranks that deal out experts have all of their own on the device: rank_plan.check_experts"
         return self.experts.mixture(self.layer, x, scores, k, renormalize, limit)
 
 
@@ -91,7 +91,7 @@ def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelCo
         for index, layer in enumerate(layers):
             placed.experts[layer_part(layer)] = CudaLayerExperts(experts, index)
     graphs: GraphAware = experts or GraphAware()
-    return PlacedWeights(placed, experts, memory, PassingLayers(graphs) if placed.units else graphs)
+    return PlacedWeights(placed, experts, memory, StreamedLayers(graphs) if placed.units else graphs)
 
 
 def table_layers(placement: WeightPlan) -> tuple[int, ...]:

@@ -106,10 +106,10 @@ class CudaRunner:
     def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, device: torch.device,
                  limits: StepLimits, transfers: Transfers, decode: Callable[[int], str] | None = None,
                  kv_dtype: str = "auto",
-                 stage: OffloadStage | None = None, graphs: bool = True, beside: CudaRunner | None = None) -> None:
+                 stage: OffloadStage | None = None, graphs: bool = True, shared_with: CudaRunner | None = None) -> None:
         """Make the runner. `stage`: the buffer through which the offloaded blocks of sequences longer than the pool
-        pass. `beside`: another runner on the same device, whose stream this one shares because kernels keep counters
-        that concurrent launches must not use."""
+        pass. `shared_with`: another runner on the same device, whose stream this one shares because kernels keep
+        counters that concurrent launches must not use."""
         config, groups = model.config, len(model.groups)
         self.model = model
         self.weights = weights
@@ -141,8 +141,8 @@ class CudaRunner:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(device)  # the tensors above were created on the default stream
-        self._queue: torch.cuda.Stream | None = beside._queue if beside is not None else None
-        if cuda and beside is None:
+        self._queue: torch.cuda.Stream | None = shared_with._queue if shared_with is not None else None
+        if cuda and shared_with is None:
             self._queue = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._results = torch.zeros(STEPS_KEPT, samples, dtype=i64, pin_memory=cuda)
         self._read: npt.NDArray[np.int64] = self._results.numpy()

@@ -98,21 +98,22 @@ class DraftPasses:
         if len(updates.blocks):
             sent = to_device(torch.from_numpy(table_updates(updates)), self._device)
             update_tables(self._table.block_tables, sent, len(updates.blocks))
-        asked = [items[index] for index in found]
-        starts, counts = np.array([(item.start, item.count) for item in asked], dtype=np.int64).T
-        tokens = [self._table[item.id].token_ids[item.start] for item in asked]
-        self.last = last = Drafts([item.id for item in asked], *self._run(slots, starts, counts, tokens, graphs))
+        drafted_items = [items[index] for index in found]
+        starts, counts = np.array([(item.start, item.count) for item in drafted_items], dtype=np.int64).T
+        tokens = [self._table[item.id].token_ids[item.start] for item in drafted_items]
+        ids = [item.id for item in drafted_items]
+        self.last = last = Drafts(ids, *self._run(slots, starts, counts, tokens, graphs))
         if wait:
             if last.ended is not None:
                 last.ended.synchronize()
             known = last.tokens()
-            for index, item in zip(found, asked, strict=True):
+            for index, item in zip(found, drafted_items, strict=True):
                 drafts[index] = tuple(known[item.id][:item.count])
             return HeadDrafts(drafts)
         places = (self._first + np.arange(len(found), dtype=np.int32)[:, None]
                   + self._drafted.stride(0) * np.arange(int(counts.max()), dtype=np.int32))
         self._table.drafted = dict(zip(last.ids, places, strict=True))
-        for index, item in zip(found, asked, strict=True):
+        for index, item in zip(found, drafted_items, strict=True):
             drafts[index] = (ON_DEVICE,) * item.count
         return HeadDrafts(drafts, None if last.ended is None else last.seconds)
 

@@ -81,8 +81,8 @@ class ExpertStream:
             passes.delegate(plan.hosted[layer], layer, self._host.queue)
         passes.add(arena.first, arena.second, self._table.slot_of[layer])
         for _ in range(plan.groups_of[layer]):
-            self._buffers.take()
+            self._buffers.acquire()
             passes.add(arena.first, arena.second, plan.rows[self._group])
-            self._buffers.leave()
+            self._buffers.release()
             self._group += 1
         return passes.end()

@@ -39,11 +39,11 @@ class FetchedExperts(GraphAware):
         for experts in grouped(wanted, cache.usable(layer)):
             row = torch.full((cache.experts,), NONE, dtype=torch.int32)
             for expert in experts:
-                slot = cache.ask(layer, expert)
+                slot = cache.lookup(layer, expert)
                 if slot is None:
-                    slot = cache.take(layer, expert, keep=experts)
+                    slot = cache.assign(layer, expert, keep=experts)
                     if slot is None:  # the policy pins so many experts that pinned ones must be evicted
-                        slot = cache.take(layer, expert, keep=experts, pinned=True)
+                        slot = cache.assign(layer, expert, keep=experts, pinned=True)
                     assert slot is not None
                     self._copy(arena.slots[slot], self._source(layer, expert))
                     self._fetches += 1
@@ -63,8 +63,8 @@ class FetchedExperts(GraphAware):
     def lend(self, layer: int, most: int) -> range:
         return self._cache.lend(layer)
 
-    def give_back(self, layer: int, slots: range) -> None:
-        self._cache.give_back(layer, slots)
+    def return_slots(self, layer: int, slots: range) -> None:
+        self._cache.return_slots(layer, slots)
 
     def sleep(self) -> None:
         self.arena.sleep()

@@ -23,7 +23,7 @@ class GraphAware:
         """Process the completion of a step of `rows` rows, whose results have arrived; raise if it failed."""
 
 
-class PassingLayers(GraphAware):
+class StreamedLayers(GraphAware):
     """Layers that pass through a ring driven by the host: no step can be captured, however the experts are held."""
 
     def __init__(self, experts: GraphAware) -> None:

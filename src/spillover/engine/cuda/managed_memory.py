@@ -41,10 +41,10 @@ class CudaManagedMemory:
 
     faults = None  # page faults are not counted: only CUPTI could
 
-    def __init__(self, transfers: CudaTransfers, beside: int, oversubscribe: bool,
+    def __init__(self, transfers: CudaTransfers, reserved_bytes: int, oversubscribe: bool,
                  driver: CudaDriver | None = None) -> None:
-        """Make the allocator. `beside`: bytes of the device that are reserved for other memory; `oversubscribe`:
-        whether more may be allocated than the card has free."""
+        """Make the allocator. `reserved_bytes`: bytes of the device that are reserved for other memory;
+        `oversubscribe`: whether more may be allocated than the card has free."""
         self._transfers = transfers
         self._driver = driver or cuda_driver()
         self._device = transfers.device.index or 0
@@ -53,8 +53,8 @@ class CudaManagedMemory:
         if not self._driver.moves_pages(self._device):
             raise SpilloverError("--weights uvm needs a driver and a device whose managed pages move when they are "
                                  "touched, and this one has none; use --weights demand")
-        self._beside = beside
-        self._limit = self._driver.free_memory() - beside
+        self._reserved_bytes = reserved_bytes
+        self._limit = self._driver.free_memory() - reserved_bytes
         self._oversubscribe = oversubscribe
         self._total = 0
         self._advised = False
@@ -66,9 +66,10 @@ class CudaManagedMemory:
         if (self._total + nbytes > self._limit or nbytes > free) and not self._oversubscribe:
             raise SpilloverError(
                 f"{format_bytes(self._total + nbytes)} of managed memory do not fit into the "
-                f"{format_bytes(max(0, self._limit))} that the card had free beside {format_bytes(self._beside)} of "
-                "other memory, and a driver with more of it than the card holds can hang the machine; use --weights "
-                "experts or sequential, or --uvm-oversubscribe to take that risk")
+                f"{format_bytes(max(0, self._limit))} that the card had free next to "
+                f"{format_bytes(self._reserved_bytes)} of other memory, and a driver with more of it than the card "
+                "holds can hang the machine; use --weights experts or sequential, or --uvm-oversubscribe to take that "
+                "risk")
         address = self._driver.allocate_managed(nbytes)
         self._total += nbytes
         if address % HUGE_PAGE:
@@ -77,16 +78,16 @@ class CudaManagedMemory:
             self._total += HUGE_PAGE
         return ManagedBuffer(self._driver, self._context, address, nbytes)
 
-    def bring(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+    def to_device(self, pages: Sequence[Pages], ahead: bool = False) -> None:
         self._prefetch(pages, self._device, ahead)
 
-    def send_back(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+    def to_host(self, pages: Sequence[Pages], ahead: bool = False) -> None:
         if self._advised:
             self._drop(pages)
         else:
             self._prefetch(pages, None, ahead)
 
-    def begin_ahead(self) -> None:
+    def begin_prefetch(self) -> None:
         self._transfers.stream(Priority.PREFETCH).wait_stream(torch.cuda.current_stream())
 
     def wait(self) -> None:

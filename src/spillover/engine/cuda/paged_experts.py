@@ -79,7 +79,7 @@ class PagedExperts(GraphAware):
         if self._host is not None:
             self._host.check()
         if self._policy is not None and rows <= self.paged_tokens:
-            self._policy.ended()
+            self._policy.step_completed()
 
     def mixture(self, layer: int, x: Tensor, scores: Tensor, k: int, renormalize: bool,
                 limit: float | None) -> Tensor:
@@ -127,7 +127,7 @@ class PagedExperts(GraphAware):
         self._stream.loans_changed(layer, slots)
         return slots
 
-    def give_back(self, layer: int, slots: range) -> None:
+    def return_slots(self, layer: int, slots: range) -> None:
         self._lent[layer].difference_update(slots)
         self._count_room()
         self.table.owner[slots.start : slots.stop].fill_(NONE)

@@ -28,23 +28,23 @@ class PolicyThread:
         self._worth = torch.zeros(table.worth.shape, pin_memory=table.worth.is_cuda)
         self._stream = transfers.stream(Priority.DEMAND) if transfers is not None else None
         self._read = 0  # number of the last step that was read from the log
-        self._ended = False  # whether another step has completed since the thread last woke up
+        self._step_completed = False  # whether another step has completed since the thread last woke up
         self._news = threading.Condition()
-        self._leaving = False
+        self._stopping = False
         policy.on_phase("decode")  # larger steps do not use the page table
         self.write()
         self._thread = threading.Thread(target=self._run, name="spillover-policy", daemon=True)
         self._thread.start()
 
-    def ended(self) -> None:
+    def step_completed(self) -> None:
         """Record that another step that used the page table has completed."""
         with self._news:
-            self._ended = True
+            self._step_completed = True
             self._news.notify()
 
     def close(self) -> None:
         with self._news:
-            self._leaving = True
+            self._stopping = True
             self._news.notify()
         self._thread.join()
 
@@ -77,11 +77,11 @@ class PolicyThread:
     def _run(self) -> None:
         while True:
             with self._news:
-                while not self._leaving and not self._ended:
+                while not self._stopping and not self._step_completed:
                     self._news.wait()
-                if self._leaving:
+                if self._stopping:
                     return
-                self._ended = False
+                self._step_completed = False
             try:
                 self.read(self._complete())
                 self.write()

@@ -18,7 +18,7 @@ from torch import Tensor
 from spillover.engine.batch.request_table import BlockUpdates
 from spillover.engine.batch.step_layout import ARRAYS, StepArrays
 from spillover.kernels.triton.attention import ordered_splits
-from spillover.kernels.triton.step_upload import bring
+from spillover.kernels.triton.step_upload import copy_inputs
 
 _ALIGNMENT = 16  # bytes
 _TORCH: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32,
@@ -119,7 +119,7 @@ class StepInputs:
 
     def send(self, pair: PinnedPair, end: int) -> None:
         """Copy the first `end` bytes of a pair's current buffer to the device."""
-        bring(self._words, pair.words[self.buffer], end)
+        copy_inputs(self._words, pair.words[self.buffer], end)
         event = self._sent[self.buffer]
         if event is not None:
             event.record()

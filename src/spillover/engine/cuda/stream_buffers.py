@@ -35,7 +35,7 @@ class StreamBuffers:
         self._places = [slots[start : start + size] for start in range(0, len(slots) - size + 1, size)]
         self.size = size
         self._transfers = transfers
-        self._left: list[torch.cuda.Event | None] = [None] * len(self._places)  # end of the last use of each place
+        self._released: list[torch.cuda.Event | None] = [None] * len(self._places)  # end of the last use of each place
         self._groups: Sequence[Group] = ()
         self._started = self._taken = 0
         self._arrived: list[torch.cuda.Event | None] = []
@@ -50,26 +50,26 @@ class StreamBuffers:
             self._transfers.queue.count(priority, nbytes)
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """Begin a step with its groups, in the order in which `take` will return them; also during capture of its CUDA
-        graph. Copies wait for all earlier work at once, not for the last use of each place."""
+        """Begin a step with its groups, in the order in which `acquire` will return them; also during capture of its
+        CUDA graph. Copies wait for all earlier work at once, not for the last use of each place."""
         assert self._taken == len(self._groups), "the step before has not taken all of its groups"
         self._groups, self._started, self._taken, self._arrived = groups, 0, 0, []
-        self._left = [None] * len(self._places)
+        self._released = [None] * len(self._places)
         if self._transfers is not None and groups:
             self._transfers.stream(Priority.PREFETCH).wait_stream(torch.cuda.current_stream())
         while self._started < min(len(groups), len(self._places)):
             self._start()
 
-    def take(self) -> int:
-        """Return the place of the next group, after its copy in stream order; call `leave` before the next `take`."""
+    def acquire(self) -> int:
+        """Return the place of the next group, after its copy in stream order; call `release` before the next call."""
         arrived = self._arrived[self._taken]
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)
         return self._taken % len(self._places)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         if self._transfers is not None:
-            self._left[self._taken % len(self._places)] = self._transfers.mark()
+            self._released[self._taken % len(self._places)] = self._transfers.record_event()
         self._taken += 1
         if self._started < len(self._groups):
             self._start()
@@ -81,7 +81,8 @@ class StreamBuffers:
                  for at, first, count in _runs(group.experts)]
         if self._transfers is not None:
             # A CUDA graph repeats these copies, so the caller of `begin` counts them for every step.
-            self._arrived.append(self._transfers.start_all(pairs, Priority.PREFETCH, self._left[place], counted=False))
+            after = self._released[place]
+            self._arrived.append(self._transfers.start_all(pairs, Priority.PREFETCH, after, counted=False))
         else:
             for into, source in pairs:
                 into.copy_(source)

@@ -52,19 +52,19 @@ class ParallelStep:
         return self._launched.step
 
     def wait(self) -> None:
-        self._ended(self._launched.wait)
+        self._wait(self._launched.wait)
 
     def done(self) -> bool:
         """Return True always: only `result` notices a lost rank, so callers have to wait there."""
         return True
 
     def result(self) -> StepResult:
-        found = self._ended(self._launched.result)
+        found = self._wait(self._launched.result)
         self._runner.check()  # a CUDA step also completes if another rank never joined it
         self._runner.running -= 1
         return found
 
-    def _ended(self, wait: Callable[[], Changed]) -> Changed:
+    def _wait(self, wait: Callable[[], Changed]) -> Changed:
         self._runner.waiting_since = time.monotonic()
         try:
             return wait()
@@ -168,7 +168,7 @@ class Follower:
         self._ahead = ahead
         self._launched: deque[LaunchedStep] = deque()
 
-    def take(self, message: bytes) -> None:
+    def launch(self, message: bytes) -> None:
         """Launch a step, after taking the results that rank 0 had taken when it sent the step."""
         step, running = decode_turn(message)
         self._take_results(running)

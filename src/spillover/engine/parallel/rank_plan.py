@@ -11,7 +11,7 @@ from spillover.models.config import ModelConfig
 from spillover.models.sharding.shard import Shard, check_shard
 from spillover.plan.hardware import Machine
 from spillover.plan.placement import SLOTTED
-from spillover.plan.planner import Plan, PlanRequest, where
+from spillover.plan.planner import Plan, PlanRequest, device_and_dtype
 from spillover.plan.tiers import host_bytes, plan_tiers
 
 
@@ -21,18 +21,18 @@ def make_shard(config: EngineConfig, model: ModelConfig, request: PlanRequest, m
     if size == 1:
         return Shard()
     check_shard(model, size, config.enable_expert_parallel)
-    if where(request, model, machine)[0] == "cuda":
+    if device_and_dtype(request, model, machine)[0] == "cuda":
         _check_devices(config, size, len(machine.cuda))
     return Shard(rank, size, config.enable_expert_parallel)
 
 
 def _check_devices(config: EngineConfig, size: int, devices: int) -> None:
     """Raise SpilloverError if the CUDA devices cannot serve the ranks."""
-    asked = f"--tensor-parallel-size {size}"
+    flag = f"--tensor-parallel-size {size}"
     if size > MOST_RANKS:
-        raise SpilloverError(f"{asked} is more than the {MOST_RANKS} ranks that are supported on CUDA devices")
+        raise SpilloverError(f"{flag} is more than the {MOST_RANKS} ranks that are supported on CUDA devices")
     if size > devices and not config.ranks_share_device:
-        raise SpilloverError(f"{asked} needs {size} CUDA devices, and there {'is' if devices == 1 else 'are'} {devices}"
+        raise SpilloverError(f"{flag} needs {size} CUDA devices, and there {'is' if devices == 1 else 'are'} {devices}"
                              "; --ranks-share-device puts several ranks on one, which is slower than one rank and of "
                              "use for tests")
 
@@ -42,9 +42,9 @@ def check_experts(plan: Plan, shard: Shard) -> None:
     experts = {} if plan.placement is None else plan.placement.experts
     if shard.expert_parallel and plan.device == "cuda" and any(
             where in (*SLOTTED, "host") for where in experts.values()):
-        raise SpilloverError("--enable-expert-parallel on CUDA is for experts that fit their ranks' devices, or that "
-                             "stream with their layer (--weights sequential); leave it out, and each rank fetches its "
-                             "part of the experts that it needs")
+        raise SpilloverError("on CUDA --enable-expert-parallel needs experts that fit on their ranks' devices, or that "
+                             "stream with their layer (--weights sequential); without it each rank fetches its part "
+                             "of the experts that it needs")
 
 
 def rank_request(request: PlanRequest, shard: Shard) -> PlanRequest:

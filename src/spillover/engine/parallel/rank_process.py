@@ -80,7 +80,7 @@ def _serve(rank_0: Connection, line: bytes) -> None:
         rank_0.send_bytes(encode(Loaded(runner.weight_bytes)))
         follower = Follower(runner, launch.plan.device == "cuda")
         while (message := rank_0.recv_bytes()) != STOP:
-            follower.take(message)
+            follower.launch(message)
     finally:
         runner.close()
 

@@ -24,12 +24,12 @@ from spillover.errors import SpilloverError
 
 log = logging.getLogger("spillover.engine")
 
-LOOK_SECONDS = 0.5  # seconds between two checks for ranks that hang
+POLL_SECONDS = 0.5  # seconds between two checks for ranks that hang
 # Seconds that ranks may be without CPU time or disk reads while rank 0 waits; after that they count as hanging.
 HANG_SECONDS = 3.0
 QUIET_CPU_SECONDS = 0.05  # maximum CPU seconds of a rank that counts as not computing
 STOP_SECONDS = 5.0  # seconds that ranks have to exit after STOP; then they are killed
-LAST_WORDS_SECONDS = 0.5  # seconds to wait for the last message of a rank that has exited
+LAST_MESSAGE_SECONDS = 0.5  # seconds to wait for the last message of a rank that has exited
 START_SECONDS = 600.0  # timeout in seconds for a rank to load its part, after rank 0 has loaded its own
 
 
@@ -46,7 +46,7 @@ class RankProcesses:
         self.weight_bytes = 0  # bytes of weights of the ranks that have loaded their parts
         self._started = self._met = self._loaded = 0
         self._sending_since: float | None = None
-        self._why: str | None = None  # why a rank was lost; None while all ranks run
+        self._lost_reason: str | None = None  # why a rank was lost; None while all ranks run
         self._expected = False
         self._closing = self._over = False
         self._quiet: tuple[float, list[float]] | None = None  # (time since when no rank computes, CPU seconds by then)
@@ -54,8 +54,8 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: list[Connection] = []
         self._open: list[Connection] = []  # connections that may still deliver messages
-        self._alarm, self._ring = os.pipe()  # `_alarm` is readable once a rank is lost
-        self._waker, self._wake = os.pipe()
+        self._lost_read, self._lost_write = os.pipe()  # `_lost_read` is readable once a rank is lost
+        self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, args=(list(launches),), name="spillover-ranks", daemon=True)
         self._thread.start()
 
@@ -71,7 +71,7 @@ class RankProcesses:
     @property
     def lost_descriptor(self) -> int:
         """Return a descriptor that is readable once a rank is lost."""
-        return self._alarm
+        return self._lost_read
 
     def send(self, message: bytes) -> None:
         """Send a message to every rank."""
@@ -87,14 +87,14 @@ class RankProcesses:
 
     def check(self) -> None:
         """Raise RankLostError if a rank is lost."""
-        if self._why is not None:
-            raise RankLostError(self._why)
+        if self._lost_reason is not None:
+            raise RankLostError(self._lost_reason)
 
     def lost(self) -> RankLostError:
         """Return an error that says why a rank is lost, as soon as the reason is known."""
         with self._news:
-            self._news.wait_for(lambda: self._why is not None, LAST_WORDS_SECONDS + LOOK_SECONDS)
-        return RankLostError(self._why or "a rank closed its connection")
+            self._news.wait_for(lambda: self._lost_reason is not None, LAST_MESSAGE_SECONDS + POLL_SECONDS)
+        return RankLostError(self._lost_reason or "a rank closed its connection")
 
     def wait_started(self) -> None:
         self._wait(lambda: self._started == len(self._ranks) > 0)
@@ -114,26 +114,27 @@ class RankProcesses:
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.send_bytes(STOP)
-        deadline = time.monotonic() + (STOP_SECONDS if self._why is None else 0.0)
+        deadline = time.monotonic() + (STOP_SECONDS if self._lost_reason is None else 0.0)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
         self._over = True
-        os.write(self._wake, b"x")
+        os.write(self._wake_write, b"x")
         self._thread.join()
         for rank in self._ranks:
             rank.close()
-        for descriptor in (self._alarm, self._ring, self._waker, self._wake):
+        for descriptor in (self._lost_read, self._lost_write, self._wake_read, self._wake_write):
             os.close(descriptor)
 
     def _wait(self, done: Callable[[], bool]) -> None:
         with self._news:
-            ended = self._news.wait_for(lambda: done() or self._why is not None, START_SECONDS)
-        if self._why is not None:
-            raise SpilloverError(self._why if self._expected else f"{self._why}, while it was loading its part")
+            ended = self._news.wait_for(lambda: done() or self._lost_reason is not None, START_SECONDS)
+        if self._lost_reason is not None:
+            context = "" if self._expected else " while loading its part of the model"
+            raise SpilloverError(self._lost_reason + context)
         if not ended:
-            raise SpilloverError(f"a rank has not loaded its part within {START_SECONDS:.0f} s")
+            raise SpilloverError(f"a rank has not loaded its part of the model within {START_SECONDS:.0f} s")
 
     # The thread
 
@@ -143,13 +144,13 @@ class RankProcesses:
                 self._spawn(launch)
         except OSError as error:
             self._fail(f"the process of a rank could not be started ({error})", True)
-        while not self._over and self._why is None:
-            found = wait([*self._open, self._waker], LOOK_SECONDS)
+        while not self._over and self._lost_reason is None:
+            found = wait([*self._open, self._wake_read], POLL_SECONDS)
             for rank in found:
                 if isinstance(rank, Connection):
                     self._receive(rank)
             if not self._closing and self._is_stuck():
-                self._fail(f"a rank hangs: for {HANG_SECONDS:g} s none of them has computed, and rank 0 waits"
+                self._fail(f"a rank hangs: rank 0 is waiting, and no rank has computed for {HANG_SECONDS:g} s"
                            + "".join(f"; rank {number} is stopped" for number in self._stopped()))
 
     def _spawn(self, launch: Launch) -> None:
@@ -177,14 +178,14 @@ class RankProcesses:
             if not self._closing:
                 process = self._processes[number - 1]
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(LAST_WORDS_SECONDS)
+                    process.wait(LAST_MESSAGE_SECONDS)
                 self._fail(f"rank {number} (process {process.pid}) {_described(process.poll())}")
             return
         if isinstance(message, Lost):
             if not message.expected:
                 log.error("Rank %d failed:\n%s", number, message.why.rstrip())
-            said = message.why.strip().splitlines()[-1]
-            self._fail(message.why if message.expected else f"rank {number} failed ({said})", message.expected)
+            last_line = message.why.strip().splitlines()[-1]
+            self._fail(message.why if message.expected else f"rank {number} failed ({last_line})", message.expected)
             return
         with self._news:
             if isinstance(message, Started):
@@ -221,9 +222,9 @@ class RankProcesses:
     def _fail(self, why: str, expected: bool = False) -> None:
         """Record the first reason and kill all ranks; rank 0, if it waits for one, notices the closed socket."""
         with self._news:
-            if self._why is None:
-                self._why, self._expected = why, expected
-                os.write(self._ring, b"x")
+            if self._lost_reason is None:
+                self._lost_reason, self._expected = why, expected
+                os.write(self._lost_write, b"x")
             self._news.notify_all()
         self.on_lost()  # before the kill: a device may keep a process alive while another rank's step waits for it
         self._kill()

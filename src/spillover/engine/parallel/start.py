@@ -60,7 +60,7 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
             try:
                 ranks = meet(plan.device, 0, size, Path(folder), plan.kv_bytes if maps else 0)
             except RuntimeError as error:  # raised by gloo or CUDA
-                raise SpilloverError(f"ranks could not meet ({others.lost()})") from error
+                raise SpilloverError(f"the ranks could not connect to each other ({others.lost()})") from error
             others.on_lost = ranks.stop
             others.wait_met()
         torch.set_num_threads(share)

@@ -19,11 +19,11 @@ HOST_PARTS = (SCHEDULER, LAYOUT, LAUNCH, RESULTS, WAITING)
 
 @dataclass
 class HostStep:
-    """The times of one step in seconds; `whole` starts at the previous step's end or at its own launch if later."""
+    """The times of one step in seconds; the total starts at the previous step's end or at its own launch if later."""
 
     batch: tuple[tuple[int, int], ...]  # (new tokens, tokens cached before) of each request
     has_prefill: bool
-    whole: float = 0.0
+    total_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -81,7 +81,7 @@ class _Clock:
         before, self._ended_step = self._ended, timing
         self.timed(WAITING, launched.wait)
         self._ended = time.perf_counter()
-        timing.whole = self._ended - max(began, before)
+        timing.total_seconds = self._ended - max(began, before)
         result: StepResult = self.timed(RESULTS, launched.result)
         return result
 

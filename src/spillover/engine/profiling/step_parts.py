@@ -30,7 +30,7 @@ ORDER = (COPIES, ROWS, NORMS, QKV, ROPE_STORE, ATTENTION, OUT, GATE_UP, ACTIVATI
 _PRODUCT, _NORM_PRODUCT, _REDUCTION, _CHOICE = "product", "norm and product", "sums of a product", "choice"
 # The first pattern that matches a name decides its kind; add the name of a new kernel here.
 _NAMES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
-    (COPIES, r"memcpy|memset|_bring|update_tables|fill_tokens|aten::(copy_|index_put_)"),
+    (COPIES, r"memcpy|memset|_copy_inputs|update_tables|fill_tokens|aten::(copy_|index_put_)"),
     (ATTENTION, r"attention|_ordered_(decode|prefill)|_fold_short|flash|fmha"),
     (_NORM_PRODUCT, r"add_rms_norm_(few_rows|fp8_linear)"),
     (NORMS, r"add_rms_norm"),

@@ -20,7 +20,7 @@ from spillover.errors import SpilloverError
 
 IDLE = "idle"
 PREFILL, DECODE = "prefill", "decode"
-_FIRST = {"cuda": re.compile("_bring"), "cpu": re.compile("embedding")}  # names with which every step begins
+_FIRST = {"cuda": re.compile("_copy_inputs"), "cpu": re.compile("embedding")}  # names with which every step begins
 _COPY = re.compile("memcpy|memset", re.IGNORECASE)  # copies, which run on other engines concurrently with kernels
 
 
@@ -38,7 +38,7 @@ class PhaseProfile:
     batches: tuple[tuple[tuple[int, int], ...], ...]  # per step: (new tokens, tokens cached before) of each request
     parts: dict[str, Part]  # parts on the device in the order of a step; IDLE is the last
     profiled: float  # seconds of a step while recording
-    whole: float  # seconds of a step without recording
+    total_seconds: float  # seconds of a step without recording
     host: dict[str, float]  # seconds on the host without recording, by HOST_PARTS
     slowest: tuple[tuple[str, str, float, float], ...]  # (kernel, part, launches, seconds) per step, the slowest first
 
@@ -54,11 +54,11 @@ class DeviceStep:
     names: tuple[str, ...]
     parts: tuple[str, ...]
     seconds: tuple[float, ...]  # seconds of each not covered by an earlier kernel; of a copy, not by any kernel
-    whole: float  # seconds since the end of the previous step
+    total_seconds: float  # seconds since the end of the previous step
 
     @property
     def idle(self) -> float:
-        return max(0.0, self.whole - sum(self.seconds))
+        return max(0.0, self.total_seconds - sum(self.seconds))
 
 
 def profile_steps(engine: Engine, device: str, run: Callable[[], object], warm_up: Callable[[], object],
@@ -138,8 +138,8 @@ def _middle(values: Sequence[float]) -> list[int]:
 
 
 def _mean(timed: Sequence[HostStep], steps: Sequence[tuple[HostStep, DeviceStep]]) -> PhaseProfile:
-    usual = [timed[place] for place in _middle([step.whole for step in timed])]
-    kept = [steps[place] for place in _middle([step.whole for _, step in steps])]
+    usual = [timed[place] for place in _middle([step.total_seconds for step in timed])]
+    kept = [steps[place] for place in _middle([step.total_seconds for _, step in steps])]
     count = len(kept)
     launches: dict[tuple[str, str], int] = {}
     seconds: dict[tuple[str, str], float] = {}
@@ -154,7 +154,8 @@ def _mean(timed: Sequence[HostStep], steps: Sequence[tuple[HostStep, DeviceStep]
     slowest = sorted(seconds, key=lambda key: -seconds[key])
     return PhaseProfile(
         steps=count, batches=tuple(step.batch for step, _ in kept), parts=parts,
-        profiled=sum(part.seconds for part in parts.values()), whole=sum(step.whole for step in usual) / len(usual),
+        profiled=sum(part.seconds for part in parts.values()),
+        total_seconds=sum(step.total_seconds for step in usual) / len(usual),
         host={part: sum(step.seconds.get(part, 0.0) for step in usual) / len(usual) for part in HOST_PARTS},
         slowest=tuple((*key, launches[key] / count, seconds[key] / count) for key in slowest),
     )

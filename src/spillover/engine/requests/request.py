@@ -52,7 +52,7 @@ class Request:
     drafts: DraftCounts = NO_DRAFTS
     restoring: bool = False  # whether blocks of its prefix are being loaded from other tiers
     computes_all: bool = False  # whether it computes its whole prefix because a restore of it failed
-    long: bool = False  # whether its oldest blocks are in host memory because it is larger than the pool
+    offloaded: bool = False  # whether its oldest blocks are in host memory because it is larger than the pool
     restore_started: float = 0.0
     restore_ended: float = 0.0
     finish_reason: str | None = None

@@ -43,7 +43,7 @@ class RequestFactory:
         self._grammars: GrammarCompiler | None = None
         self._lock = threading.Lock()  # requests are made in several threads, which share one compiler
         if tokenizer is not None and (trouble := tokenizer.template_trouble()) is not None:
-            logger.warning("chats will be refused; %s", trouble)
+            logger.warning("chat requests will be rejected: %s", trouble)
         self._eos = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
 
     def make(self, text: str | None, token_ids: Sequence[SupportsIndex] | None, params: SamplingParams,

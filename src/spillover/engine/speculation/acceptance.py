@@ -33,7 +33,7 @@ class Acceptance:
         self._all_right = np.zeros(positions)
         self._free = list(range(slots - 1, -1, -1))
         self._positions = positions
-        self._noted: list[tuple[int, Sequence[float], int, bool]] = []
+        self._pending: list[tuple[int, Sequence[float], int, bool]] = []
 
     def add(self) -> int:
         """Return a slot for a request."""
@@ -54,19 +54,19 @@ class Acceptance:
     def note(self, slot: int, confidence: Sequence[float], right: int, cut: bool) -> None:
         """Record an outcome: the first `right` proposed tokens were right. `cut`: the drafter would have proposed more
         tokens than were tried, so nothing is known about the position after them."""
-        self._noted.append((slot, confidence, right, cut))
+        self._pending.append((slot, confidence, right, cut))
 
     def _apply_pending(self) -> None:
         """Add the recorded outcomes to the sums, all requests at once; per request only the last outcome counts."""
-        if not self._noted:
+        if not self._pending:
             return
-        noted, self._noted = list({each[0]: each for each in self._noted}.values()), []
+        outcomes, self._pending = list({each[0]: each for each in self._pending}.values()), []
         positions = np.arange(self._positions)
-        slots, right = np.array([each[0] for each in noted]), np.array([each[2] for each in noted])
-        sure = _padded([each[1] for each in noted], self._positions)
-        count = np.array([min(len(each[1]), self._positions) for each in noted])
+        slots, right = np.array([each[0] for each in outcomes]), np.array([each[2] for each in outcomes])
+        sure = _padded([each[1] for each in outcomes], self._positions)
+        count = np.array([min(len(each[1]), self._positions) for each in outcomes])
         tried = np.minimum(right + 1, count)  # number of positions whose outcome is known
-        ended = (right >= count) & ~np.array([each[3] for each in noted])  # all right, and no further token proposed
+        ended = (right >= count) & ~np.array([each[3] for each in outcomes])  # all right, and no further token proposed
         reached = positions < np.where(ended, count + 1, tried)[:, None]
         parts = (np.where(reached, 1.0, 0.0), np.where(positions < tried[:, None], sure, 0.0),
                  np.where(positions < np.minimum(right, count)[:, None], 1.0, 0.0))

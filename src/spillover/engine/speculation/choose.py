@@ -49,7 +49,7 @@ def draft_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, t
     if tokenizer is None or not has_own:
         if abs(vocab_size - target_size) > PADDING:
             raise SpilloverError(f"the draft model {path.name} has {vocab_size:,} tokens, the model {target_size:,}; "
-                                 "without both tokenizers it is unknown which are the same; choose another draft model")
+                                 "without both tokenizers it is unknown which agree; choose another draft model")
         return _same(vocab_size, target_size)
     own = load_tokenizer(path)
     if own.backend.get_vocab(with_added_tokens=True) == tokenizer.backend.get_vocab(with_added_tokens=True):
@@ -68,9 +68,9 @@ def _read_ids(file: Path, vocab_size: int, target_size: int) -> npt.NDArray[np.i
     try:
         ids = np.array(json.loads(file.read_text())["target_ids"], dtype=np.int64)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SpilloverError(f"{file} cannot be read ({error}); train the draft model anew") from error
+        raise SpilloverError(f"{file} cannot be read ({error}); train the draft model again") from error
     if ids.ndim != 1 or len(ids) + 1 != vocab_size or len(set(ids.tolist())) != len(ids):
-        raise SpilloverError(f"{file} does not fit the draft model, which has {vocab_size:,} tokens; train it anew")
+        raise SpilloverError(f"{file} does not fit the draft model, which has {vocab_size:,} tokens; train it again")
     if not len(ids) or ids.min() < 0 or ids.max() >= target_size:
         raise SpilloverError(f"{file} names tokens that the model, of {target_size:,} tokens, does not have; the draft "
                              "model was trained for another one")

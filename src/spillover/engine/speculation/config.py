@@ -77,8 +77,7 @@ class SpeculativeConfig:
             if method is not None or num_tokens is not None or model is not None:
                 plain = ("--speculative-method" if method is not None
                          else "--speculative-model" if model is not None else "--num-speculative-tokens")
-                raise SpilloverError(f"--speculative-config and {plain} are two ways to say the same: give one "
-                                     "of them")
+                raise SpilloverError(f"--speculative-config and {plain} set the same thing: give one of them")
             return cls._from_json(_object(given), adaptive)
         if method is None and model is not None:
             method = "draft_model"
@@ -102,8 +101,8 @@ class SpeculativeConfig:
         count = _whole(fields, "num_speculative_tokens", _default(method))
         low, high = fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max")
         if method != "ngram" and (low is not None or high is not None):
-            raise SpilloverError(f"prompt_lookup_min and prompt_lookup_max are of the method ngram, not of {method!r}: "
-                                 "leave them out")
+            raise SpilloverError("prompt_lookup_min and prompt_lookup_max apply to the method ngram, not to "
+                                 f"{method!r}: leave them out")
         # As in vLLM, if only one of them is given, the other has the same value.
         highest = _whole(fields, "prompt_lookup_max", cls.lookup_max if low is None else 0)
         lowest = _whole(fields, "prompt_lookup_min", cls.lookup_min if high is None else highest)
@@ -113,7 +112,7 @@ class SpeculativeConfig:
             raise SpilloverError(f"adaptive in --speculative-config is true or false; got {switch!r}")
         rounded = fields.get("substitute_dtype", cls.substitute_dtype)
         if method != "substitute" and "substitute_dtype" in fields:
-            raise SpilloverError(f"substitute_dtype is of the method substitute, not of {method!r}: leave it out")
+            raise SpilloverError(f"substitute_dtype applies to the method substitute, not to {method!r}: leave it out")
         model = fields.get("model")
         if model is not None and not isinstance(model, str):
             raise SpilloverError(f"model in --speculative-config is a path or a name; got {model!r}")

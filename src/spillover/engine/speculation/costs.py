@@ -20,10 +20,10 @@ Numbers = npt.NDArray[np.float64]
 class StepCosts:
     """Seconds of a step by its number of rows; sizes between the measured ones are interpolated."""
 
-    def __init__(self, below: StepCosts | None = None) -> None:
-        """Start without measurements. `below`: the costs of another kind of steps, from which growth beyond the sizes
-        measured here is extrapolated."""
-        self._below = below
+    def __init__(self, fallback: StepCosts | None = None) -> None:
+        """Start without measurements. `fallback`: the costs of another kind of steps, from which growth beyond the
+        sizes measured here is extrapolated."""
+        self._fallback = fallback
         self._measured: dict[int, deque[float]] = {}
         self._discarded: set[int] = set()  # sizes whose first measurement was discarded
         self._curve: tuple[Numbers, Numbers] | None = None
@@ -56,10 +56,10 @@ class StepCosts:
     def seconds(self, rows: Numbers) -> Numbers:
         """Return the seconds of steps with these numbers of rows, which never decrease with the number of rows."""
         if not self._measured:
-            return self._below.seconds(rows) if self._below is not None else np.zeros_like(rows)
+            return self._fallback.seconds(rows) if self._fallback is not None else np.zeros_like(rows)
         sizes, costs = self._points()
         inside = np.interp(rows, sizes, costs)
-        if self._below and rows.max(initial=0.0) > sizes[-1]:
+        if self._fallback and rows.max(initial=0.0) > sizes[-1]:
             inside += np.where(rows > sizes[-1], self._growth(rows, sizes[-1], costs[-1]), 0.0)
         return inside
 
@@ -67,10 +67,10 @@ class StepCosts:
         """Return the seconds that steps of more than `size` rows take in addition to `cost`, those of `size` rows, from
         the costs of the other kind of steps. If all its measured steps are larger, the cost rises linearly up to the
         smallest of them: a prompt step says nothing about a few more rows, which need not be free."""
-        assert self._below is not None
-        least = self._below.smallest
-        beyond = self._below.seconds(np.maximum(rows, least)) - self._below.at(int(max(size, least)))
-        rise = max(self._below.at(int(least)) - cost, 0.0) if least > size else 0.0
+        assert self._fallback is not None
+        least = self._fallback.smallest
+        beyond = self._fallback.seconds(np.maximum(rows, least)) - self._fallback.at(int(max(size, least)))
+        rise = max(self._fallback.at(int(least)) - cost, 0.0) if least > size else 0.0
         share = np.clip((rows - size) / (least - size), 0.0, 1.0) if least > size else np.zeros_like(rows)
         grown: Numbers = np.maximum(beyond, 0.0) + rise * share
         return grown
@@ -79,7 +79,7 @@ class StepCosts:
     def smallest(self) -> float:
         """Return the number of rows of the smallest measured step, of this kind or the other."""
         own = float(min(self._measured, default=np.inf))
-        return own if self._below is None or not self._below else min(own, self._below.smallest)
+        return own if self._fallback is None or not self._fallback else min(own, self._fallback.smallest)
 
     def at(self, rows: int) -> float:
         return float(self.seconds(np.array([float(rows)]))[0])

@@ -46,7 +46,7 @@ class DraftItems:
 
     def _most(self, request: Request) -> int:
         """Return how many tokens may be drafted for a scheduled request, which may get all of them and one more."""
-        if request.long or request.restoring or len(request.token_ids) == request.num_prompt:
+        if request.offloaded or request.restoring or len(request.token_ids) == request.num_prompt:
             return 0
         known, limit = len(request.token_ids), request.params.max_tokens
         left = self._config.max_model_len - known

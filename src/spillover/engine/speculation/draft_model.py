@@ -49,20 +49,20 @@ class DraftModel:
 
     def missing(self, request: Request) -> int:
         """Return the number of tokens whose KV must be computed before the request can be drafted for."""
-        side = self._vocabulary.side(request)
-        return max(0, len(side.token_ids) - 1 - FEW_ROWS - self.blocks.num_known(side))
+        draft_request = self._vocabulary.draft_request(request)
+        return max(0, len(draft_request.token_ids) - 1 - FEW_ROWS - self.blocks.num_known(draft_request))
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        sides = [(self._vocabulary.side(request), most) for request, most in asked]
-        drafts = self._drafter.propose(sides)
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
+        draft_requests = [(self._vocabulary.draft_request(request), most) for request, most in requests]
+        drafts = self._drafter.propose(draft_requests)
         found = []
-        for (request, most), draft in zip(asked, drafts, strict=True):
+        for (request, most), draft in zip(requests, drafts, strict=True):
             tokens = self._vocabulary.to_target(request, draft.tokens)[:most] if draft.tokens else ()
             found.append(Draft(tokens, (1.0,) * len(tokens)) if tokens else NOTHING)
         return found
 
     def end(self, request: Request) -> None:
-        self._drafter.end(self._vocabulary.side(request))
+        self._drafter.end(self._vocabulary.draft_request(request))
         self._vocabulary.end(request)
 
     def reset_prefix_cache(self) -> None:
@@ -86,9 +86,9 @@ class _Chunked(RunnerDrafter):
     passes: Sequence[int] = ()
     caught_up = 0
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
         self.caught_up = 0
-        found = super().propose(asked)
+        found = super().propose(requests)
         self.passes = [len(draft.tokens) for draft in found]
         return found
 
@@ -104,7 +104,7 @@ class _Chunked(RunnerDrafter):
                 continue
             count = min(missing, chunk)
             if count:
-                items.append(row.take(count, False))
+                items.append(row.make_item(count, False))
                 chunk -= count
             if count == missing:
                 ready.append(row)

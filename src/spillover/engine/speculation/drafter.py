@@ -36,7 +36,7 @@ class Drafter(Protocol):
         """Return the share of drafts accepted up to each position if it is known beforehand, else None."""
         ...
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
         """Return a draft of at most n tokens for each (request, n)."""
         ...
 
@@ -46,7 +46,7 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class KeepsPrefixes(Protocol):
+class PrefixCachingDrafter(Protocol):
     """A drafter that keeps the KV of prefixes."""
 
     def reset_prefix_cache(self) -> None: ...

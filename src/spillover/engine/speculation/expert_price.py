@@ -43,7 +43,7 @@ class ExpertPrice:
     def observe(self, step: Step, seconds: float, idle: bool) -> float:
         """Process a completed step; return the seconds that the experts of its draft rows took. `idle`: whether no
         other step runs."""
-        self._settle()
+        self._apply_outcomes()
         begins = self._prefilled and not step.has_prefill  # read counts now, to separate prompts from later steps
         drafted = sum(len(item.draft) for item in step.items)
         decoded = sum(item.phase is not Phase.PREFILL for item in step.items)
@@ -99,11 +99,11 @@ class ExpertPrice:
         squares, products = self._spread
         if self._link_rate is None or not self._seen.fetches:
             return max(0.0, products / (squares + PRIOR_EXPERTS))
-        told = self._seen.bytes_moved / self._seen.fetches / self._link_rate
-        fitted = (products + PRIOR_EXPERTS * told) / (squares + PRIOR_EXPERTS)
-        return min(max(0.0, fitted), MOST_OF_LINK * told)
+        link_seconds = self._seen.bytes_moved / self._seen.fetches / self._link_rate
+        fitted = (products + PRIOR_EXPERTS * link_seconds) / (squares + PRIOR_EXPERTS)
+        return min(max(0.0, fitted), MOST_OF_LINK * link_seconds)
 
-    def _settle(self) -> None:
+    def _apply_outcomes(self) -> None:
         """Add the outcomes of the last step to the sums."""
         if self._open is not None:
             drafted, extra = self._open
@@ -118,17 +118,17 @@ class ExpertPrice:
         if mean is not None and mean[1] > OUTLIER_FACTOR * seconds:  # the mean includes a compilation or graph capture
             mean = None
         if mean is not None:
-            apart, longer = fetched - mean[0], seconds - mean[1]
-            self._spread = [FADE * self._spread[0] + apart * apart, FADE * self._spread[1] + apart * longer]
-            mean = mean[0] + (1 - FADE) * apart, mean[1] + (1 - FADE) * longer
+            more, longer = fetched - mean[0], seconds - mean[1]
+            self._spread = [FADE * self._spread[0] + more * more, FADE * self._spread[1] + more * longer]
+            mean = mean[0] + (1 - FADE) * more, mean[1] + (1 - FADE) * longer
         self._means[rows] = mean or (fetched, seconds)
 
 
 class PricedCosts(StepCosts):
     """Seconds of steps with drafts, in which the experts of draft rows are priced separately."""
 
-    def __init__(self, price: ExpertPrice, below: StepCosts | None = None) -> None:
-        super().__init__(below)
+    def __init__(self, price: ExpertPrice, fallback: StepCosts | None = None) -> None:
+        super().__init__(fallback)
         self._price = price
 
     def price(self, chances: Numbers) -> Numbers:

@@ -30,17 +30,17 @@ class HeadDrafter:
     def __init__(self, runner: DraftingRunner, kv: KVCache, expected: tuple[float, ...] | None = None) -> None:
         """Make the drafter. `expected`: see `Drafter.expected`."""
         self.expected = expected
-        self.running: Callable[[], float] | None = None  # see `DraftsAhead.running`
+        self.running: Callable[[], float] | None = None  # see `AsyncDrafter.running`
         self._runner = runner
         self._kv = kv
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        drafts = [NOTHING] * len(asked)
-        items = {index: item for index, (request, most) in enumerate(asked)
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
+        drafts = [NOTHING] * len(requests)
+        items = {index: item for index, (request, most) in enumerate(requests)
                  if (item := self._item(request, most)).count > 0}
         self.running = None
         if items:
-            wait = any(_needs_tokens(request) for request, _ in asked)
+            wait = any(_needs_tokens(request) for request, _ in requests)
             found, self.running = self._runner.draft(list(items.values()), wait)
             for index, tokens in zip(items, found, strict=True):
                 drafts[index] = Draft(tokens, (1.0,) * len(tokens))

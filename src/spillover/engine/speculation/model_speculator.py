@@ -14,7 +14,7 @@ from spillover.engine.speculation.costs import Numbers
 from spillover.engine.speculation.draft_costs import DraftCosts, best_counts
 from spillover.engine.speculation.drafter import Draft, Drafter
 from spillover.engine.speculation.expert_price import ExpertPrice
-from spillover.engine.speculation.speculator import MOST_CREDIT, AdaptiveSpeculator, Ahead, Candidate
+from spillover.engine.speculation.speculator import MOST_CREDIT, AdaptiveSpeculator, Candidate, InFlightDrafts
 from spillover.engine.step import Step
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ TRIAL_DRAFT = 4  # tokens per draft in a trial, which drafts although it seems n
 TRIAL_REQUESTS = 8  # maximum number of requests that a trial drafts for
 USUAL_OUTPUT = 128.0  # expected output tokens of a request before any request has finished
 OUTPUT_WEIGHT = 0.1  # weight of the latest value in a moving average
-LEAST_TO_COME = 16  # fewest further output tokens that are expected of any request
+MIN_REMAINING_OUTPUT = 16  # fewest further output tokens that are expected of any request
 
 
 @runtime_checkable
-class CatchesUp(Protocol):
+class CatchUpDrafter(Protocol):
     """A drafter that has to compute KV of a request before it can draft for it."""
 
     @property
@@ -50,7 +50,7 @@ class CatchesUp(Protocol):
 
 
 @runtime_checkable
-class DraftsAhead(Protocol):
+class AsyncDrafter(Protocol):
     """A drafter that may return drafts while the device still computes them, for the next step to verify."""
 
     @property
@@ -71,84 +71,84 @@ class ModelSpeculator(AdaptiveSpeculator):
     def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
                  price: ExpertPrice | None = None) -> None:
         super().__init__(drafter, most_tokens, adaptive, simulated, price)
-        self._catches_up = drafter if isinstance(drafter, CatchesUp) else None
-        self._drafts_ahead = drafter if isinstance(drafter, DraftsAhead) else None
+        self._catch_up_drafter = drafter if isinstance(drafter, CatchUpDrafter) else None
+        self._async_drafter = drafter if isinstance(drafter, AsyncDrafter) else None
         self._drafting = DraftCosts()
         self._choice: tuple[object, list[int]] | None = None  # (arguments of the choice, tokens to draft per candidate)
         self._num_choices = 0  # number of choices made, counted up to UNSETTLED
         self._measured: tuple[Sequence[int], float] | None = None  # passes and seconds that are not recorded yet
         self._drafted = 0  # number of calls that drafted, counted up to SHORT_DRAFTS
         self._ready: set[Request] = set()  # requests of the last call that drafts could be made for
-        self._tried_worth = 0.0  # seconds that a token accepted in the last step is worth if it was a trial, else 0
+        self._trial_token_seconds = 0.0  # seconds per token accepted in the last step if it was a trial, else 0
         self._token_seconds = 0.0  # seconds to compute a missing token; 0: not known
         self._usual_output = USUAL_OUTPUT
-        self._left_out: dict[Request, int] = {}  # requests not worth catching up -> output tokens when that was decided
+        self._skipped: dict[Request, int] = {}  # requests not worth catching up -> output tokens when that was decided
 
     def _gain(self, survival: Numbers, rows: int) -> float:
         return best_counts(survival, len(survival), rows, self._speculating, self._plain, self._room(rows),
                            self._drafting)[1]
 
-    def _pays(self, running: Sequence[Request]) -> bool:
+    def _pays_off(self, running: Sequence[Request]) -> bool:
         self._choice = None
-        return super()._pays(running)
+        return super()._pays_off(running)
 
-    def _asked(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[int]:
-        # The device waits for this choice, so it is kept until _pays decides again whether to draft at all.
-        beside = (tuple(candidates), decodes, rows, room)
-        if self._choice is not None and self._choice[0] == beside and not self._trial:
+    def _draft_counts(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[int]:
+        # The device waits for this choice, so it is kept until _pays_off decides again whether to draft at all.
+        arguments = (tuple(candidates), decodes, rows, room)
+        if self._choice is not None and self._choice[0] == arguments and not self._trial:
             return self._choice[1]
         self._choice = None
         if self._trial:
             counts = self._trial_counts(candidates, room)
         else:
-            chosen, gain = best_counts(self._possible(candidates), decodes, rows, self._speculating, self._plain, room,
-                                       self._drafting)
+            chosen, gain = best_counts(self._survival_within_limits(candidates), decodes, rows, self._speculating,
+                                       self._plain, room, self._drafting)
             counts = chosen.tolist() if gain > 1 else [0] * len(candidates)
-            self._leave_out(candidates, counts, gain, decodes)
+            self._skip_unprofitable(candidates, counts, gain, decodes)
         if self._drafted < SHORT_DRAFTS or self._drafting.most_known < 2:
             # While costs are not measured, drafts are short.
             limit = (1, TRIAL_DRAFT)[self._drafting.most_known] if self._drafted == SHORT_DRAFTS else 1
             return [min(count, limit) for count in counts]
-        if not self._trial and self._catches_up is None:
+        if not self._trial and self._catch_up_drafter is None:
             self._num_choices += self._num_choices < UNSETTLED
-            self._choice = (beside, counts) if self._num_choices == UNSETTLED else None
+            self._choice = (arguments, counts) if self._num_choices == UNSETTLED else None
         return counts
 
-    def _kept(self, found: Sequence[tuple[Candidate, Draft]], decodes: int, rows: int, room: int) -> list[int]:
+    def _verify_counts(self, found: Sequence[tuple[Candidate, Draft]], decodes: int, rows: int, room: int) -> list[int]:
         """Keep whole drafts except in a trial: their lengths were chosen with the same knowledge as now."""
         if self._trial:
-            return super()._kept(found, decodes, rows, room)
+            return super()._verify_counts(found, decodes, rows, room)
         return [len(draft.tokens) for _, draft in found]
 
-    def _leave_out(self, candidates: Sequence[Candidate], counts: list[int], gain: float, decodes: int) -> None:
+    def _skip_unprofitable(self, candidates: Sequence[Candidate], counts: list[int], gain: float, decodes: int) -> None:
         """Set counts to 0 for requests whose missing tokens cost more time than drafts are expected to save."""
-        if self._catches_up is None or not self._token_seconds:
+        if self._catch_up_drafter is None or not self._token_seconds:
             return
         saved = self._plain.at(decodes) / decodes * (1 - 1 / gain)  # seconds saved per output token
         for index, candidate in enumerate(candidates):
             request = candidate.request
-            missing = self._catches_up.missing(request) * self._token_seconds if counts[index] else 0.0
-            if missing > saved * self._to_come(request):
-                self._left_out[request] = request.num_output
+            missing = self._catch_up_drafter.missing(request) * self._token_seconds if counts[index] else 0.0
+            if missing > saved * self._remaining_output(request):
+                self._skipped[request] = request.num_output
                 counts[index] = 0
 
-    def _to_come(self, request: Request) -> float:
+    def _remaining_output(self, request: Request) -> float:
         """Return the expected number of further output tokens: up to the usual output, or half of the output so far."""
-        expected = max(self._usual_output - request.num_output, request.num_output / 2, LEAST_TO_COME)
+        expected = max(self._usual_output - request.num_output, request.num_output / 2, MIN_REMAINING_OUTPUT)
         most = request.params.max_tokens
         return expected if most is None else min(expected, most - request.num_output)
 
     def _survival(self, requests: Sequence[Request]) -> Numbers:
         survival = super()._survival(requests)
         for index, request in enumerate(requests):
-            before = self._left_out.get(request)
-            if before is not None and request.num_output < 2 * before + LEAST_TO_COME:
+            before = self._skipped.get(request)
+            if before is not None and request.num_output < 2 * before + MIN_REMAINING_OUTPUT:
                 survival[index] = 0.0
         return survival
 
     def end(self, request: Request) -> None:
         self._choice = None  # the choice refers to the request
-        self._left_out.pop(request, None)
+        self._skipped.pop(request, None)
         self._ready.discard(request)
         if request.num_output > 0:
             self._usual_output += OUTPUT_WEIGHT * (request.num_output - self._usual_output)
@@ -163,7 +163,7 @@ class ModelSpeculator(AdaptiveSpeculator):
             room -= counts[self._turn]
         return counts
 
-    def _try_again(self, survival: Numbers) -> bool:
+    def _maybe_start_trial(self, survival: Numbers) -> bool:
         """Return whether to run a trial although drafting seems not to pay off: once its time has been saved up."""
         if not self._trial and self._credit > 0:
             self._trial = 1
@@ -171,40 +171,40 @@ class ModelSpeculator(AdaptiveSpeculator):
             self._trial_rows = TRIAL_REQUESTS * (TRIAL_DRAFT if self._price is None else 1)
         return self._trial > 0
 
-    def _tried(self, decodes: int, seconds: float) -> None:
+    def _note_trial_step(self, decodes: int, seconds: float) -> None:
         usual = self._plain.at(decodes)
         self._credit -= max(0.0, seconds - usual) if usual else 0.0
-        self._tried_worth = usual / decodes
+        self._trial_token_seconds = usual / decodes
 
     def observe_step(self, step: Step, seconds: float) -> None:
-        self._tried_worth = 0.0
-        ahead = self._clock.launched[0].ahead if self._clock.launched else None
+        self._trial_token_seconds = 0.0
+        in_flight = self._clock.launched[0].in_flight if self._clock.launched else None
         super().observe_step(step, seconds)
-        if ahead is not None:
-            self._measured = ahead.passes, ahead.seconds()
+        if in_flight is not None:
+            self._measured = in_flight.passes, in_flight.seconds()
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         """Record an outcome; tokens accepted in a trial bring the next trial forward."""
-        self._credit = min(MOST_CREDIT, self._credit + accepted * self._tried_worth)
+        self._credit = min(MOST_CREDIT, self._credit + accepted * self._trial_token_seconds)
         super().verified(request, drafted, accepted)
 
     def _propose(self, candidates: Sequence[Candidate]) -> list[Draft]:
         begun = time.perf_counter()
         found = super()._propose(candidates)
         seconds = time.perf_counter() - begun
-        running = self._drafts_ahead.running if self._drafts_ahead is not None and candidates else None
+        running = self._async_drafter.running if self._async_drafter is not None and candidates else None
         if running is None:
             self._device_seconds += seconds
             if self._trial:
                 self._credit -= seconds
         passes: Sequence[int] = [len(draft.tokens) for draft in found]
         caught_up = 0
-        if self._catches_up is not None and candidates:
-            passes, caught_up = self._catches_up.passes, self._catches_up.caught_up
+        if self._catch_up_drafter is not None and candidates:
+            passes, caught_up = self._catch_up_drafter.passes, self._catch_up_drafter.caught_up
         self._ready = {candidate.request for candidate, count in zip(candidates, passes, strict=True) if count}
         if running is not None:
             self._draft_seconds -= seconds  # the device's measurement will include them
-            self._ahead = Ahead(passes, running)
+            self._in_flight = InFlightDrafts(passes, running)
         elif caught_up:
             each = max(0.0, seconds - self._drafting.seconds(passes)) / caught_up
             self._token_seconds += (each - self._token_seconds) * (OUTPUT_WEIGHT if self._token_seconds else 1.0)
@@ -212,11 +212,11 @@ class ModelSpeculator(AdaptiveSpeculator):
             self._measured = passes, seconds
         return found
 
-    def _nothing(self, request: Request, slot: int) -> None:
+    def _note_no_draft(self, request: Request, slot: int) -> None:
         """Record that no draft was made for a request, unless the request was not ready yet."""
         self._choice = None
         if request in self._ready:
-            super()._nothing(request, slot)
+            super()._note_no_draft(request, slot)
 
     def probe(self, running: Sequence[Request]) -> None:
         """Record the last measurement while the device computes; do not draft anything."""

@@ -32,8 +32,8 @@ class NgramDrafter:
         self._shortest = shortest
         self._longest = longest
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        return [self._draft(np.frombuffer(request.token_ids, np.int32), most) for request, most in asked]
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
+        return [self._draft(np.frombuffer(request.token_ids, np.int32), most) for request, most in requests]
 
     def end(self, request: Request) -> None:
         """Do nothing: the drafter keeps no state."""

@@ -99,12 +99,12 @@ class Drafting:
     def new(self) -> NewRequest:
         """Return the request for the drafting runner, with its seed and sampling parameters. Parameters that depend on
         earlier tokens are left out, as only the device has these; so are log probabilities."""
-        request, asked = self.request, self.request.params
-        params = SamplingParams(temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p,
-                                logit_bias=asked.logit_bias, max_tokens=None)
-        return NewRequest(self.id, request.token_ids[:], request.num_prompt, params, request.seed, ())
+        request, params = self.request, self.request.params
+        kept = SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p,
+                              min_p=params.min_p, logit_bias=params.logit_bias, max_tokens=None)
+        return NewRequest(self.id, request.token_ids[:], request.num_prompt, kept, request.seed, ())
 
-    def take(self, count: int, samples: bool) -> StepItem:
+    def make_item(self, count: int, samples: bool) -> StepItem:
         """Return an item for the next `count` positions."""
         tables, self.tables = self.tables, ((),) * len(self.tables)  # block tables are sent once
         phase = Phase.DECODE if samples and count == 1 else Phase.PREFILL
@@ -125,10 +125,10 @@ class RunnerDrafter:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._ids = itertools.count(1)
         self._new: tuple[NewRequest, ...] = ()  # new requests to send to the runner with the next step
-        self._gone: tuple[int, ...] = ()  # ids of the last round's requests, to send as ended with the next step
+        self._ended_ids: tuple[int, ...] = ()  # ids of the last round's requests, to send as ended with the next step
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        rows = [self._begin(request, most) for request, most in asked]
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
+        rows = [self._begin(request, most) for request, most in requests]
         drafting = [row for row in rows if row.count > 0]
         if not drafting:
             return [Draft()] * len(rows)
@@ -136,13 +136,14 @@ class RunnerDrafter:
         ready = self._catch_up(drafting)
         launched: deque[tuple[LaunchedStep, list[Drafting]]] = deque()
         for index in range(max((row.count for row in ready), default=0)):
-            going = [row for row in ready if row.count > index]
-            launched.append((self._launch([row.take(max(1, row.known - row.start), True) for row in going]), going))
+            active = [row for row in ready if row.count > index]
+            items = [row.make_item(max(1, row.known - row.start), True) for row in active]
+            launched.append((self._launch(items), active))
             if len(launched) == AHEAD:
                 _read(launched)
         while launched:
             _read(launched)
-        self._gone = tuple(row.id for row in drafting)
+        self._ended_ids = tuple(row.id for row in drafting)
         for row in drafting:
             self._blocks.drafted(row.request, row.start, row.tokens)
         return [Draft(tuple(row.tokens), (1.0,) * len(row.tokens)) for row in rows]
@@ -170,12 +171,12 @@ class RunnerDrafter:
                 continue
             while row.start < row.known - 1:
                 count = min(row.known - 1 - row.start, budget)
-                self._launch([row.take(count, False)]).result()
+                self._launch([row.make_item(count, False)]).result()
         return drafting
 
     def _launch(self, items: Sequence[StepItem]) -> LaunchedStep:
-        step = Step(tuple(items), self._new, self._gone)
-        self._new = self._gone = ()
+        step = Step(tuple(items), self._new, self._ended_ids)
+        self._new = self._ended_ids = ()
         return self._runner.launch(step)
 
 

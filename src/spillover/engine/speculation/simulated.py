@@ -26,8 +26,8 @@ class SimulatedDrafter:
         self._confidence = tuple(min(1.0, max(1e-6, rate / (last or 1.0)))
                                  for last, rate in zip(before, rates, strict=False))
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        return [self._draft(request, min(most, len(self._confidence))) for request, most in asked]
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
+        return [self._draft(request, min(most, len(self._confidence))) for request, most in requests]
 
     def end(self, request: Request) -> None:
         """Do nothing: the drafter keeps no state of requests."""

@@ -18,7 +18,7 @@ import numpy as np
 from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts
 from spillover.engine.speculation.acceptance import Acceptance
 from spillover.engine.speculation.costs import Numbers, StepCosts, best_count, best_drafts
-from spillover.engine.speculation.drafter import NOTHING, Draft, Drafter, KeepsPrefixes
+from spillover.engine.speculation.drafter import NOTHING, Draft, Drafter, PrefixCachingDrafter
 from spillover.engine.speculation.expert_price import ExpertPrice, PricedCosts
 from spillover.engine.step import Phase, Step
 
@@ -35,7 +35,7 @@ TRIAL_TOKENS = 0.15  # fewest expected accepted tokens per draft for which a tri
 PROBE_SHARE = 0.01  # maximum share of the time for probes, which are drafts that are not verified, and for trials
 SHADOW_TOKENS = 3  # number of leading tokens of a probe that must be right before it is counted as right so far
 MOST_CREDIT = 0.01  # maximum seconds saved up for probes and trials
-LOOKED_AT = 32  # maximum number of requests per call of `probe`
+MAX_PROBED = 32  # maximum number of requests per call of `probe`
 MOST_ROWS = 1 << 20  # assumed maximum of a step's rows while it is not known
 LONGEST_GAP = 0.05  # maximum seconds between two steps; a longer gap was a wait for something else
 
@@ -135,7 +135,7 @@ class _State:
     shadow_start: int = 0  # index of the token that the first token of `shadow` is compared with
 
 
-class Ahead(NamedTuple):
+class InFlightDrafts(NamedTuple):
     """Drafts that were still being computed when the step that verifies them was launched."""
 
     passes: Sequence[int]  # number of passes for each request
@@ -147,7 +147,7 @@ class _Launched:
     gap: float  # seconds that the device was idle before the step
     waited: bool  # whether it was prepared only after the previous step had completed, so that it could have drafts
     trial: bool = False  # whether it drafted although that seemed not to pay off
-    ahead: Ahead | None = None  # drafts that the device was still computing when the step was launched
+    in_flight: InFlightDrafts | None = None  # drafts that the device was still computing when the step was launched
 
 
 @dataclass
@@ -192,7 +192,7 @@ class AdaptiveSpeculator:
         self._verify_steps = 0
         self._draft_seconds = 0.0
         self._device_seconds = 0.0  # seconds of drafting that used the device since the last launch
-        self._ahead: Ahead | None = None  # drafts in flight on the device, to be verified by the next step
+        self._in_flight: InFlightDrafts | None = None  # drafts in flight on the device, to be verified by the next step
         self._proposed = 0
         self._verify_seconds = 0.0
 
@@ -203,10 +203,10 @@ class AdaptiveSpeculator:
             return False
         if self._adaptive and not self._trial and (self._recheck or self._steps % RECHECK_STEPS == 0):
             self._recheck = False
-            self._waiting = self._pays(running)
+            self._waiting = self._pays_off(running)
         return self._waiting
 
-    def _pays(self, running: Sequence[Request]) -> bool:
+    def _pays_off(self, running: Sequence[Request]) -> bool:
         """Return whether waiting for tokens, to draft, is expected to be faster than plain decoding."""
         decoding = [request for request in running if request.num_output > 0]
         prompt_rows = self._prompt_rows
@@ -219,7 +219,7 @@ class AdaptiveSpeculator:
         if (1 + survival.sum() / len(decoding) >= least and (prompt_rows or self._plain.covers(rows))
                 and self._gain(survival, rows) >= least):
             return True
-        return self._try_again(survival)
+        return self._maybe_start_trial(survival)
 
     def _gain(self, survival: Numbers, rows: int) -> float:
         """Return the expected speed with drafts relative to plain decoding; 1 if nothing should be drafted."""
@@ -231,7 +231,7 @@ class AdaptiveSpeculator:
         """Return how many draft rows fit into a step with `rows` other rows, by the limit seen in the last step."""
         return MOST_ROWS if self._most_rows is None else max(0, self._most_rows - rows)
 
-    def _try_again(self, survival: Numbers) -> bool:
+    def _maybe_start_trial(self, survival: Numbers) -> bool:
         """Return whether to run a trial although drafting seems not to pay off: rarely, if it may accept tokens."""
         if self._since_tried >= TRIAL_STEPS and survival.sum() / len(survival) >= TRIAL_TOKENS:
             self._trial_rows = self._worth_trying(np.sort(survival.ravel())[::-1], len(survival))
@@ -255,13 +255,13 @@ class AdaptiveSpeculator:
         if not self._adaptive:
             return self._all(candidates, room)
         # Propose only for requests whose drafts are expected to be accepted: drafting takes time as well.
-        counts = self._asked(candidates, decodes, rows, room)
-        asked = [index for index, count in enumerate(counts) if count]
-        some = [Candidate(candidates[index].request, counts[index]) for index in asked]
+        counts = self._draft_counts(candidates, decodes, rows, room)
+        chosen = [index for index, count in enumerate(counts) if count]
+        some = [Candidate(candidates[index].request, counts[index]) for index in chosen]
         found = list(zip(some, self._propose(some), strict=True))
-        kept = self._kept(found, decodes, rows, room)
+        kept = self._verify_counts(found, decodes, rows, room)
         drafts: list[tuple[int, ...]] = [()] * len(candidates)
-        for index, (candidate, draft), count in zip(asked, found, kept, strict=True):
+        for index, (candidate, draft), count in zip(chosen, found, kept, strict=True):
             drafts[index] = self._begin(candidate, draft, count)
         return drafts
 
@@ -272,9 +272,9 @@ class AdaptiveSpeculator:
             room -= len(drafts[-1])
         return drafts
 
-    def _asked(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[int]:
+    def _draft_counts(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[int]:
         """Return how many tokens to draft for each candidate."""
-        survival = self._possible(candidates)
+        survival = self._survival_within_limits(candidates)
         most = [candidate.most for candidate in candidates]
         chances = survival.ravel()
         order = np.argsort(-chances, kind="stable")
@@ -283,19 +283,19 @@ class AdaptiveSpeculator:
         else:
             count, gain = best_drafts(chances[order], decodes, rows, self._speculating, self._plain, room)
             if not count or gain < 1:
-                self._try_again(survival)
+                self._maybe_start_trial(survival)
                 return [0] * len(candidates)
         chosen = {int(place) // self.most_tokens for place in order[:count]}
         return [count if index in chosen else 0 for index, count in enumerate(most)]
 
-    def _possible(self, candidates: Sequence[Candidate]) -> Numbers:
+    def _survival_within_limits(self, candidates: Sequence[Candidate]) -> Numbers:
         """Return the chance [candidates, most_tokens] that drafts are right up to each position; 0 beyond a candidate's
         maximum."""
         survival = self._survival([candidate.request for candidate in candidates])
         most = np.array([[candidate.most] for candidate in candidates])
         return np.where(np.arange(self.most_tokens) < most, survival, 0.0)
 
-    def _kept(self, found: Sequence[tuple[Candidate, Draft]], decodes: int, rows: int, room: int) -> list[int]:
+    def _verify_counts(self, found: Sequence[tuple[Candidate, Draft]], decodes: int, rows: int, room: int) -> list[int]:
         """Return how many tokens of each draft to verify."""
         drafted = sum(len(draft.tokens) for _, draft in found)
         if not drafted:
@@ -313,12 +313,12 @@ class AdaptiveSpeculator:
     def _begin(self, candidate: Candidate, draft: Draft, count: int) -> tuple[int, ...]:
         state = self._state(candidate.request)
         if not draft.tokens:
-            self._nothing(candidate.request, state.slot)
+            self._note_no_draft(candidate.request, state.slot)
         state.draft = Draft(draft.tokens[:count], draft.confidence[:count])
         state.cut = count < len(draft.tokens) or count == candidate.most
         return state.draft.tokens
 
-    def _nothing(self, request: Request, slot: int) -> None:
+    def _note_no_draft(self, request: Request, slot: int) -> None:
         """Record that the drafter proposed nothing."""
         self._acceptance.note(slot, (), 0, cut=False)
 
@@ -355,8 +355,8 @@ class AdaptiveSpeculator:
         drafted = any(item.phase is Phase.VERIFY for item in step.items)
         waited = self._waiting or drafted
         clock.launched.append(_Launched(max(gap, 0.0) if gap <= LONGEST_GAP else 0.0, waited,
-                                        waited and self._trial > 0, self._ahead))
-        self._ahead = None
+                                        waited and self._trial > 0, self._in_flight))
+        self._in_flight = None
         self._prompt_rows = sum(item.count for item in step.items if item.phase is Phase.PREFILL)
         self._steps += 1
         self._since_tried = 0 if waited else self._since_tried + 1
@@ -370,9 +370,9 @@ class AdaptiveSpeculator:
         launched = clock.launched.popleft() if clock.launched else _Launched(0.0, False)
         clock.ended = time.perf_counter()
         self._credit = min(MOST_CREDIT, self._credit + PROBE_SHARE * seconds)
-        whole, gap = seconds + launched.gap, launched.gap
-        if launched.ahead is not None:  # drafting overlaps the gap first; its rest is part of the step's seconds
-            drafting = launched.ahead.seconds()
+        total, gap = seconds + launched.gap, launched.gap
+        if launched.in_flight is not None:  # drafting overlaps the gap first; its rest is part of the step's seconds
+            drafting = launched.in_flight.seconds()
             self._draft_seconds += drafting
             gap, seconds = max(0.0, gap - drafting), seconds - max(0.0, drafting - gap)
         if any(item.phase is Phase.VERIFY for item in step.items):
@@ -384,11 +384,11 @@ class AdaptiveSpeculator:
             return
         seconds += gap
         if launched.trial:
-            self._tried(len(step.items), whole)
+            self._note_trial_step(len(step.items), total)
         costs = self._speculating if launched.waited else self._plain
         costs.note(step.num_tokens, seconds)
 
-    def _tried(self, decodes: int, seconds: float) -> None:
+    def _note_trial_step(self, decodes: int, seconds: float) -> None:
         """Record the seconds of a step of a trial."""
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
@@ -405,7 +405,7 @@ class AdaptiveSpeculator:
     def probe(self, running: Sequence[Request]) -> None:
         if not self._adaptive or self._drafter.expected is not None or self._drafter.sequential or not running:
             return
-        for _ in range(min(LOOKED_AT, len(running))):
+        for _ in range(min(MAX_PROBED, len(running))):
             if self._credit <= 0.0:
                 return
             self._turn = (self._turn + 1) % len(running)
@@ -418,13 +418,13 @@ class AdaptiveSpeculator:
         state, known = self._state(request), len(request.token_ids)
         if state.shadow is not None:
             guessed = state.shadow.tokens
-            came = request.token_ids[state.shadow_start:state.shadow_start + len(guessed)]
+            actual = request.token_ids[state.shadow_start:state.shadow_start + len(guessed)]
             right = 0
-            while right < len(came) and came[right] == guessed[right]:
+            while right < len(actual) and actual[right] == guessed[right]:
                 right += 1
-            if right == len(came) < min(len(guessed), SHADOW_TOKENS):
+            if right == len(actual) < min(len(guessed), SHADOW_TOKENS):
                 return  # too few tokens to decide yet
-            if right == len(came) < len(guessed):  # right so far; a new probe is more informative than waiting for more
+            if right == len(actual) < len(guessed):  # right so far; a new probe tells more than waiting for more tokens
                 self._acceptance.note(state.slot, state.shadow.confidence[:right], right, cut=True)
             else:
                 self._acceptance.note(state.slot, state.shadow.confidence, right, cut=False)
@@ -447,7 +447,7 @@ class AdaptiveSpeculator:
             self._clock.ended = None  # idle: the time until the next launch is not a gap between steps
 
     def reset_prefix_cache(self) -> None:
-        if isinstance(self._drafter, KeepsPrefixes):
+        if isinstance(self._drafter, PrefixCachingDrafter):
             self._drafter.reset_prefix_cache()
 
     def stats(self) -> SpeculationStats | None:

@@ -47,25 +47,25 @@ class SuffixDrafter:
         self._rings: OrderedDict[bytes, TokenRing] = OrderedDict()  # by digest of the salt, least recently used first
         self._log = tokens
         if tokens is not None:
-            for salt, said in tokens.load():
-                self._keep(salt, said)
+            for salt, token_ids in tokens.load():
+                self._keep(salt, token_ids)
 
-    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        return [self._draft(request, most) for request, most in asked]
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> list[Draft]:
+        return [self._draft(request, most) for request, most in requests]
 
     def end(self, request: Request) -> None:
         """Keep the tokens of a finished request, to draft for requests of the same salt."""
-        salt, said = _digest(request.cache_salt), request.token_ids[-min(self._capacity - 1, LAST_TOKENS):]
-        self._keep(salt, said)
+        salt, token_ids = _digest(request.cache_salt), request.token_ids[-min(self._capacity - 1, LAST_TOKENS):]
+        self._keep(salt, token_ids)
         if self._log is not None:
-            self._log.append(salt, said)
+            self._log.append(salt, token_ids)
 
-    def _keep(self, salt: bytes, said: Sequence[int]) -> None:
+    def _keep(self, salt: bytes, token_ids: Sequence[int]) -> None:
         ring = self._rings.get(salt)
         if ring is None:
             ring = self._rings[salt] = TokenRing()
         self._rings.move_to_end(salt)
-        ring.add(said)
+        ring.add(token_ids)
         while sum(map(len, self._rings.values())) > self._capacity or len(self._rings) > MOST_SALTS:
             oldest = next(iter(self._rings))
             if len(self._rings) > 1:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from spillover.engine.speculation.vocabulary import draft_side
+from spillover.engine.speculation.vocabulary import make_draft_request
 from spillover.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ CONTEXT = 12  # maximum tokens before a draft that are encoded together with it
 
 
 @dataclass
-class _Side:
+class _DraftState:
     request: Request  # the request in the draft model's tokens
     fixed: int  # number of its leading tokens that no longer change
     seen: int = 0  # number of the target's tokens whose text was added
@@ -37,20 +37,21 @@ class TranslatedVocabulary:
         self._target = _Words(target)
         self._draft = _Words(draft)
         self._begin = draft.encode("", add_special_tokens=True)
-        self._sides: dict[Request, _Side] = {}
+        self._states: dict[Request, _DraftState] = {}
 
-    def side(self, request: Request) -> Request:
-        side = self._sides.get(request)
-        if side is None:
-            side = self._sides[request] = _Side(draft_side(request, self._begin, 1, greedy=True), len(self._begin))
-        if side.seen < len(request.token_ids):
-            side.open += b"".join(map(self._target.bytes_of, request.token_ids[side.seen:]))
-            side.seen = len(request.token_ids)
-            self._encode(side)
-        return side.request
+    def draft_request(self, request: Request) -> Request:
+        state = self._states.get(request)
+        if state is None:
+            made = make_draft_request(request, self._begin, 1, greedy=True)
+            state = self._states[request] = _DraftState(made, len(self._begin))
+        if state.seen < len(request.token_ids):
+            state.open += b"".join(map(self._target.bytes_of, request.token_ids[state.seen:]))
+            state.seen = len(request.token_ids)
+            self._encode(state)
+        return state.request
 
     def to_target(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
-        missing, text, ends = self._sides[request].missing, b"", False
+        missing, text, ends = self._states[request].missing, b"", False
         for token in draft:
             if token in self._draft.ends:
                 ends = True
@@ -67,25 +68,25 @@ class TranslatedVocabulary:
         return tuple(found)
 
     def end(self, request: Request) -> None:
-        self._sides.pop(request, None)
+        self._states.pop(request, None)
 
-    def _encode(self, side: _Side) -> None:
+    def _encode(self, state: _DraftState) -> None:
         """Encode the open text again, and fix the tokens of its beginning if it is longer than OPEN_BYTES."""
-        text = _complete(bytes(side.open))
-        side.missing = bytes(side.open[len(text):])
+        text = _complete(bytes(state.open))
+        state.missing = bytes(state.open[len(text):])
         if len(text) > OPEN_BYTES:
             place = self._draft.split(text, len(text) - KEPT_OPEN)
             if place:
-                ids = self._draft.encode(text[:place], not side.fixed or side.fixed == len(self._begin))
-                tokens = side.request.token_ids
-                del tokens[side.fixed:]
+                ids = self._draft.encode(text[:place], not state.fixed or state.fixed == len(self._begin))
+                tokens = state.request.token_ids
+                del tokens[state.fixed:]
                 tokens.extend(ids)
-                side.fixed = len(tokens)
-                del side.open[:place]
+                state.fixed = len(tokens)
+                del state.open[:place]
                 text = text[place:]
-        tokens = side.request.token_ids
-        del tokens[side.fixed:]
-        tokens.extend(self._draft.encode(text, side.fixed == len(self._begin)))
+        tokens = state.request.token_ids
+        del tokens[state.fixed:]
+        tokens.extend(self._draft.encode(text, state.fixed == len(self._begin)))
         if not tokens:  # there is no text: any token will do
             tokens.append(0)
 

@@ -17,7 +17,7 @@ DRAFT_VOCAB_FILE = "draft_vocab.json"  # file next to the weights that lists the
 
 
 class DraftVocabulary(Protocol):
-    def side(self, request: Request) -> Request:
+    def draft_request(self, request: Request) -> Request:
         """Return the request for the draft model: with the known tokens in the draft model's ids."""
         ...
 
@@ -37,7 +37,7 @@ class SameVocabulary:
         """Map every id to itself. `vocab_size`: the target's vocabulary size."""
         self._vocab_size = vocab_size
 
-    def side(self, request: Request) -> Request:
+    def draft_request(self, request: Request) -> Request:
         return request
 
     def to_target(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
@@ -57,34 +57,34 @@ class ReducedVocabulary:
         self._target_ids: list[int] = target_ids.tolist()
         self._draft_ids = np.full(vocab_size, len(target_ids), dtype=np.int32)
         self._draft_ids[target_ids] = np.arange(len(target_ids), dtype=np.int32)
-        self._sides: dict[Request, Request] = {}
+        self._draft_requests: dict[Request, Request] = {}
 
-    def side(self, request: Request) -> Request:
-        side = self._sides.get(request)
-        if side is None:
-            side = self._sides[request] = draft_side(request, [], request.num_prompt)
-        known = len(side.token_ids)
+    def draft_request(self, request: Request) -> Request:
+        draft_request = self._draft_requests.get(request)
+        if draft_request is None:
+            draft_request = self._draft_requests[request] = make_draft_request(request, [], request.num_prompt)
+        known = len(draft_request.token_ids)
         new = np.frombuffer(request.token_ids[known:], dtype=np.int32)
-        side.token_ids.frombytes(self._draft_ids[new].tobytes())
-        return side
+        draft_request.token_ids.frombytes(self._draft_ids[new].tobytes())
+        return draft_request
 
     def to_target(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
         end = next((index for index, token in enumerate(draft) if token >= len(self._target_ids)), len(draft))
         return tuple(self._target_ids[token] for token in draft[:end])
 
     def end(self, request: Request) -> None:
-        self._sides.pop(request, None)
+        self._draft_requests.pop(request, None)
 
 
-def draft_side(request: Request, tokens: Sequence[int], num_prompt: int, greedy: bool = False) -> Request:
+def make_draft_request(request: Request, tokens: Sequence[int], num_prompt: int, greedy: bool = False) -> Request:
     """Return the draft model's counterpart of a request. `greedy`: sample greedily; for mappings that change positions,
     where the request's random numbers would belong to other tokens."""
     from spillover.engine.requests.request import Request
     from spillover.engine.requests.sampling_params import SamplingParams
 
-    asked = request.params
-    params = SamplingParams(temperature=0.0, max_tokens=None) if greedy else SamplingParams(
-        temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p, max_tokens=None)
-    side = Request(request.request_id, [], params, seed=request.seed, cache_salt=request.cache_salt)
-    side.token_ids, side.num_prompt = array("i", tokens), num_prompt
-    return side
+    params = request.params
+    kept = SamplingParams(temperature=0.0, max_tokens=None) if greedy else SamplingParams(
+        temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, max_tokens=None)
+    draft_request = Request(request.request_id, [], kept, seed=request.seed, cache_salt=request.cache_salt)
+    draft_request.token_ids, draft_request.num_prompt = array("i", tokens), num_prompt
+    return draft_request

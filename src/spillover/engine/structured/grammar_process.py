@@ -83,14 +83,14 @@ class _Child:
     pid: int
     short: bool
     deadline: float  # monotonic time after which it is killed, in case it gets no CPU time
-    said: bytearray = field(default_factory=bytearray)
+    output: bytearray = field(default_factory=bytearray)
 
 
 class TrialServer:
     def __init__(self, tokenizer: LLTokenizer, first: list[bytes]) -> None:
         self._tokenizer = tokenizer
         self._new: deque[Trial] = deque()
-        self._take(first)
+        self._queue_trials(first)
         self._long: deque[Trial] = deque()
         self._children: dict[int, _Child] = {}  # by the read end of their answer's pipe
         self._selector = selectors.DefaultSelector()
@@ -106,7 +106,7 @@ class TrialServer:
                         data = os.read(0, 1 << 16)
                         if not data:
                             return
-                        self._take(frames.feed(data))
+                        self._queue_trials(frames.feed(data))
                     else:
                         self._receive(key.fd)
                 for child in self._children.values():
@@ -116,7 +116,7 @@ class TrialServer:
             for child in self._children.values():
                 _kill(child.pid)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _queue_trials(self, frames: list[bytes]) -> None:
         self._new.extend(msgspec.msgpack.decode(frame, type=Trial) for frame in frames)
 
     def _start_children(self) -> None:
@@ -138,14 +138,14 @@ class TrialServer:
         child = self._children[fd]
         data = os.read(fd, 1 << 16)
         if data:
-            child.said += data
+            child.output += data
             return
         self._selector.unregister(fd)
         os.close(fd)
         del self._children[fd]
         _, status = os.waitpid(child.pid, 0)
-        if child.said and not os.WIFSIGNALED(status):
-            verdict = msgspec.msgpack.decode(bytes(child.said), type=Verdict)
+        if child.output and not os.WIFSIGNALED(status):
+            verdict = msgspec.msgpack.decode(bytes(child.output), type=Verdict)
         else:
             ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
             if ended_by == signal.SIGPROF and child.short and child.trial.seconds > SHORT_SECONDS:

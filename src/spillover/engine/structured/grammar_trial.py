@@ -101,7 +101,7 @@ class GrammarTrials:
             lost, self._waiting = self._waiting, {}
         process.wait()
         for future in lost.values():
-            future.set_exception(_unavailable("the process that compiles grammars has ended"))
+            future.set_exception(_unavailable("the process that compiles grammars has exited"))
 
 
 def _unavailable(why: str) -> GrammarRefused:

@@ -58,18 +58,18 @@ class ElasticMemory:
         return range(-(-start // block_bytes), end // block_bytes)
 
 
-class LendsSlots(Protocol):
+class SlotOwner(Protocol):
     def lend(self, layer: int, most: int) -> range:
         """Take up to `most` adjacent slots of a layer out of use and return them; empty if it can spare none."""
         ...
 
-    def give_back(self, layer: int, slots: range) -> None: ...
+    def return_slots(self, layer: int, slots: range) -> None: ...
 
 
 class SlotLender:
     """Lends expert slots to KV, taken from the layers in turn."""
 
-    def __init__(self, memory: ElasticMemory, experts: LendsSlots, layers: int, most: int, block_bytes: int,
+    def __init__(self, memory: ElasticMemory, experts: SlotOwner, layers: int, most: int, block_bytes: int,
                  in_order: Callable[[Callable[[], Any]], Any]) -> None:
         """Make the lender. `most`: maximum number of slots lent at a time, over all layers; `in_order`: applies a
         change to the device between two steps."""
@@ -93,11 +93,11 @@ class SlotLender:
             return []
         loans: list[Sequence[int]] = self._in_order(lambda: self._lend(blocks, self._most - before))
         if loans:
-            log.info("KV takes %d slots of experts, %d in all", self.slots - before, self.slots)
+            log.info("KV borrowed %d more expert slots, %d in total", self.slots - before, self.slots)
         return loans
 
-    def give_back(self, loan: Sequence[int]) -> None:
-        self._in_order(lambda: self._experts.give_back(*self._lent.pop(loan)))
+    def return_loan(self, loan: Sequence[int]) -> None:
+        self._in_order(lambda: self._experts.return_slots(*self._lent.pop(loan)))
 
     def _lend(self, blocks: int, most: int) -> list[Sequence[int]]:
         loans: list[Sequence[int]] = []
@@ -111,7 +111,7 @@ class SlotLender:
             refused = 0
             loan = self._memory.blocks_in(slots, self._block_bytes)
             if not loan:  # no whole block fits into these slots
-                self._experts.give_back(layer, slots)
+                self._experts.return_slots(layer, slots)
                 return loans
             self._memory.slots[slots.start : slots.stop].zero_()  # expert bytes read as KV could be NaN
             self._lent[loan] = (layer, slots)

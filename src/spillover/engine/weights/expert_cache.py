@@ -21,5 +21,5 @@ def filled_cache(placement: WeightPlan, experts: int, policy: ExpertPolicy) -> E
     cache = ExpertCache(len(placement.slot_layers), experts, placement.quota, policy)
     for layer in range(cache.layers):
         for expert in range(cache.quota):
-            cache.take(layer, expert, asked=False)
+            cache.assign(layer, expert, demand=False)
     return cache

@@ -88,8 +88,8 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
         weights = place_on_cuda(parts, plan, config, model, disk, transfers, shared)
     else:
         # Ranks lend no slots to KV, so their KV pools are separate allocations.
-        beside = plan.kv_bytes if config.tensor_parallel_size == 1 else 0
-        weights = place_on_cpu(parts, placement, config.policy, transfers, disk, beside, shared)
+        kv_bytes = plan.kv_bytes if config.tensor_parallel_size == 1 else 0
+        weights = place_on_cpu(parts, placement, config.policy, transfers, disk, kv_bytes, shared)
     if shared is not None and shared.nbytes:
         log.info("%s of weights are in the shared pool, of which %s were there already",
                  format_bytes(shared.nbytes), format_bytes(shared.found_bytes))

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from spillover.engine.cuda.graph_weights import GraphAware, PassingLayers
+from spillover.engine.cuda.graph_weights import GraphAware, StreamedLayers
 from spillover.engine.weights.placed import Parts
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.formats.base import Weight
@@ -44,7 +44,7 @@ class ManagedPart:
     filled: tuple[int, ...]  # bytes of each unit without the padding that follows
 
     @property
-    def whole(self) -> Pages:
+    def all_pages(self) -> Pages:
         return joined(self.pages)[0]
 
 
@@ -52,7 +52,7 @@ class ManagedWeights:
     """All parts of a model in managed memory."""
 
     memory = experts = None
-    graphs: GraphAware = PassingLayers(GraphAware())  # no capture: the host enforces the budget layer by layer
+    graphs: GraphAware = StreamedLayers(GraphAware())  # no capture: the host enforces the budget layer by layer
 
     def __init__(self, parts: Parts, placement: WeightPlan, memory: ManagedMemory, device: torch.device) -> None:
         self._pages = memory
@@ -75,9 +75,9 @@ class ManagedWeights:
 
     def follow(self, strategy: str) -> None:
         """Send all pages to the host and use another strategy from now on: uvm, uvm-prefetch or uvm-advise."""
-        self._send_all_back()
+        self._evict_all()
         if (strategy == "uvm-advise") != (self.strategy == "uvm-advise"):
-            self._pages.advise([part.whole for part in self._parts], strategy == "uvm-advise")
+            self._pages.advise([part.all_pages for part in self._parts], strategy == "uvm-advise")
         self.strategy = strategy
 
     def part(self, name: str) -> AbstractContextManager[PartWeights]:
@@ -90,21 +90,21 @@ class ManagedWeights:
             self._ahead = ()
         self._use([(index, OWN)])
         if self.strategy == "uvm-prefetch":
-            self._bring_next(index)
+            self._prefetch_next(index)
         return self._parts[index].weights
 
     def use_experts(self, index: int, chosen: Sequence[int], rows: int) -> None:
         """Reserve room for the experts that are chosen by a step of `rows` rows."""
         self._rows = rows
-        coming = self._use([(index, OWN), *((index, OWN + 1 + expert) for expert in chosen)])
-        missed = sum(unit != OWN for _, unit in coming)
+        fetched = self._use([(index, OWN), *((index, OWN + 1 + expert) for expert in chosen)])
+        missed = sum(unit != OWN for _, unit in fetched)
         self._misses += missed
         self._hits += len(chosen) - missed
 
     def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None:
         """Send all pages to the host before a sleep; they return when they are used."""
         if asleep:
-            self._send_all_back()
+            self._evict_all()
 
     @property
     def resident_parts(self) -> Mapping[str, Mapping[str, Weight]]:
@@ -144,7 +144,7 @@ class ManagedWeights:
         pages = [Pages(run.data_ptr(), start)]
         pages += [Pages(run.data_ptr() + start + index * stride, stride) for index in range(count)]
         filled = [record.nbytes] + [expert.nbytes if expert is not None else 0] * count
-        self._pages.bring(_cut(pages, filled))  # allocates the pages on the device at once, not fault by fault
+        self._pages.to_device(_cut(pages, filled))  # allocates the pages on the device at once, not fault by fault
         record.write(own, run[: record.nbytes])
         part = cast(PartWeights, record.bind(run[: record.nbytes]))
         if expert is not None:
@@ -152,7 +152,7 @@ class ManagedWeights:
             expert.write_stacks(experts, records)
             stacks = expert_stacks(cast(ExpertWeights, expert.stacks(records)))
             part["experts"] = ManagedExperts(self, len(self._parts), *stacks)
-        self._pages.send_back(joined(pages))
+        self._pages.to_host(joined(pages))
         return ManagedPart(part, tuple(pages), tuple(filled))
 
     def _use(self, units: Sequence[Unit]) -> Sequence[Unit]:
@@ -163,9 +163,9 @@ class ManagedWeights:
             change = self._residency.use(units)
         assert change is not None, "the plan leaves room for the largest layer"
         self._move(change, self.strategy == "uvm-prefetch", ahead=False)
-        return change.coming
+        return change.fetched
 
-    def _bring_next(self, index: int) -> None:
+    def _prefetch_next(self, index: int) -> None:
         """Prefetch the next part while this one is computed, with its experts if the step has at least as many rows."""
         after = (index + 1) % len(self._parts)
         count = len(self._parts[after].pages) - 1
@@ -175,29 +175,29 @@ class ManagedWeights:
         # No unit of the current part may be evicted: its router has not chosen experts yet.
         own = {(index, each) for each in range(len(self._parts[index].pages))}
         change = self._residency.use(units, own)
-        if change is not None and change.coming:
-            self._pages.begin_ahead()
-            self._move(change, bring=True, ahead=True)
+        if change is not None and change.fetched:
+            self._pages.begin_prefetch()
+            self._move(change, fetch=True, ahead=True)
             self._ahead = frozenset(units)
 
-    def _move(self, change: Change[Unit], bring: bool, ahead: bool) -> None:
-        if change.leaving:
-            self._pages.send_back(self._ranges(change.leaving), ahead)
-            self._back += 0 if self.strategy == "uvm-advise" else self._bytes(change.leaving)
-        if change.coming:
-            self._fetches += len(change.coming)
-            self._moved += self._bytes(change.coming)
-            if bring:
-                self._pages.bring(_cut([self._parts[part].pages[index] for part, index in change.coming],
-                                       [self._parts[part].filled[index] for part, index in change.coming]), ahead)
+    def _move(self, change: Change[Unit], fetch: bool, ahead: bool) -> None:
+        if change.evicted:
+            self._pages.to_host(self._ranges(change.evicted), ahead)
+            self._back += 0 if self.strategy == "uvm-advise" else self._bytes(change.evicted)
+        if change.fetched:
+            self._fetches += len(change.fetched)
+            self._moved += self._bytes(change.fetched)
+            if fetch:
+                self._pages.to_device(_cut([self._parts[part].pages[index] for part, index in change.fetched],
+                                           [self._parts[part].filled[index] for part, index in change.fetched]), ahead)
 
-    def _send_all_back(self) -> None:
+    def _evict_all(self) -> None:
         if self._ahead:
             self._pages.wait()
             self._ahead = ()
-        leaving = self._residency.clear()
-        if leaving:
-            self._pages.send_back(self._ranges(leaving))
+        evicted = self._residency.clear()
+        if evicted:
+            self._pages.to_host(self._ranges(evicted))
 
     def _bytes(self, units: Iterable[Unit]) -> int:
         return sum(self._parts[part].filled[index] for part, index in units)
@@ -233,8 +233,8 @@ class ManagedExperts:
         self._second = second
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: LocalExperts | None = None) -> Tensor:
-        assert own is None, "managed weights are refused for several ranks before a model is loaded"
+                local: LocalExperts | None = None) -> Tensor:
+        assert local is None, "managed weights are refused for several ranks before a model is loaded"
         if x.is_cuda:
             return self.in_one_pass(x, scores, k, renormalize, limit)
         first, second = self._first, self._second

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spillover.engine.cuda.graph_weights import GraphAware
 from spillover.engine.weights.disk_weights import DiskWeights
-from spillover.engine.weights.elastic import ElasticMemory, LendsSlots
+from spillover.engine.weights.elastic import ElasticMemory, SlotOwner
 from spillover.engine.weights.ring import Ring, Source
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import SpilloverError
@@ -62,7 +62,7 @@ def unit_bytes(own: Record | None, expert: Record | None, experts: int) -> int:
     return (own.nbytes if own is not None else 0) + (expert.nbytes * experts if expert is not None else 0)
 
 
-class PassingPart:
+class StreamedPart:
     """The context manager of a part with weights that pass through the ring; inside, its buffer is in use."""
 
     def __init__(self, unit: str, ring: Ring, whole: Sequence[PartWeights]) -> None:
@@ -200,7 +200,7 @@ class PlacedParts:
         self.units[part] = Unit(own_record, expert_record, count, run)
 
 
-class ExpertStore(LendsSlots, Protocol):
+class ExpertStore(SlotOwner, Protocol):
     """The experts of all layers whose experts are fetched one by one or computed on the host."""
 
     @property
@@ -280,7 +280,7 @@ class PlacedWeights:
         self._bound = {} if self._ring is None else {
             part: [unit.bind(buffer) for buffer in self._ring.buffers] for part, unit in placed.units.items()
         }
-        self._passing = self._enter_by_ring()
+        self._streamed = self._enter_by_ring()
 
     @property
     def resident_parts(self) -> Mapping[str, Mapping[str, Weight]]:
@@ -288,12 +288,12 @@ class PlacedWeights:
         return self._resident.parts
 
     def part(self, name: str) -> AbstractContextManager[PartWeights]:
-        return self._passing[name] if name in self._passing else self._resident.part(name)
+        return self._streamed[name] if name in self._streamed else self._resident.part(name)
 
     def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None:
         """Move the resident weights; copies of other weights on the device are dropped and fetched again later."""
         self._resident.move(copy, asleep)
-        self._passing = self._enter_by_ring()
+        self._streamed = self._enter_by_ring()
         if self._ring is not None:
             self._ring.resize(asleep)
         if self.experts is not None and asleep:
@@ -301,11 +301,11 @@ class PlacedWeights:
         elif self.experts is not None:
             self.experts.wake_up()
 
-    def _enter_by_ring(self) -> dict[str, PassingPart]:
+    def _enter_by_ring(self) -> dict[str, StreamedPart]:
         """Return the context manager of each part that passes through the ring, with its resident weights included."""
         if self._ring is None:
             return {}
-        return {part: PassingPart(part, self._ring, [self._resident.whole(part, passing) for passing in bound])
+        return {part: StreamedPart(part, self._ring, [self._resident.bind_part(part, passing) for passing in bound])
                 for part, bound in self._bound.items()}
 
     def traffic(self) -> WeightTraffic:

@@ -34,7 +34,7 @@ class Ring:
         self._priority = Priority.PREFETCH if ahead else Priority.DEMAND
         self._holds: list[str | None] = [None] * len(buffers)
         self._tickets: list[Any] = [None] * len(buffers)  # ticket of the last copy into each buffer
-        self._marks: list[Any] = [None] * len(buffers)  # mark after the last use of each buffer
+        self._events: list[Any] = [None] * len(buffers)  # event after the last use of each buffer
         self._users = [0] * len(buffers)
         self._last = 0  # clock, in acquisitions
         self._used_at = [0] * len(buffers)  # clock at the last use of each buffer
@@ -61,7 +61,7 @@ class Ring:
 
     def release(self, index: int) -> None:
         self._users[index] -= 1
-        self._marks[index] = self._transfers.mark()
+        self._events[index] = self._transfers.record_event()
 
     def resize(self, empty: bool) -> None:
         """Free the buffers' memory, or allocate it again; their contents are lost."""
@@ -89,7 +89,7 @@ class Ring:
         size = self._sizes[unit]
         self._holds[index] = unit
         self._tickets[index] = self._transfers.start(self._buffers[index][:size], self._source(unit), self._priority,
-                                                     self._marks[index])
+                                                     self._events[index])
         self.bytes_moved += size
         self.fetches += 1
         return index

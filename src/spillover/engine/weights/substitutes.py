@@ -27,7 +27,7 @@ from spillover.models.quantize.view import HALVES, matrices, open_quantized, qua
 from spillover.models.registry import read_architecture
 from spillover.models.weight_specs import WeightSpecs, kept_on
 from spillover.plan.planner import Plan
-from spillover.plan.substitutes import INSTEAD
+from spillover.plan.substitutes import ALTERNATIVE
 
 HEAD_BITS = 8  # bits per weight of the head's copy: with 4 it would choose a different token too often
 GROUP = 64  # columns that share a scale, where it divides every row: 128 would cost acceptance, 32 memory
@@ -63,12 +63,12 @@ def choose_substitutes(kind: str, config: EngineConfig, hf_config: Mapping[str, 
                        specs: WeightSpecs) -> Substitutes:
     """Choose how the layers of a checkpoint are rounded. `specs`: those of the model as in its checkpoint."""
     if config.load_format == "null":
-        raise SpilloverError(f"--load-format null has no weights that a draft could be made with; {INSTEAD}")
+        raise SpilloverError(f"--load-format null has no weights to make substitutes of; {ALTERNATIVE}")
     held = hf_config.get("quantization_config")
     if held:
         method = held.get("quant_method", "a quantisation")
-        raise SpilloverError(f"substitutes are made of unquantised weights, and those of {path} are quantised with "
-                             f"{method}; {INSTEAD}")
+        raise SpilloverError(f"substitutes need unquantised weights, and those of {path} are quantised with "
+                             f"{method}; {ALTERNATIVE}")
     columns = list(matrices(specs))
     own = str(hf_config.get("dtype") or hf_config.get("torch_dtype")).removeprefix("torch.")
     group = GROUP if all(count % GROUP == 0 for _, count in columns) else None
@@ -94,7 +94,7 @@ class SubstituteWeights(FixedWeights):
     """The weights of a model that drafts: rounded copies of some, and the model's own tensors for all others."""
 
     def __init__(self, weights: EngineWeights, copies: Parts) -> None:
-        super().__init__(_beside(weights.resident_parts, copies))
+        super().__init__(_with_copies(weights.resident_parts, copies))
         self._weights = weights
         self._copied = {part: tuple(copied) for part, copied in copies.items()}  # part -> names of the copied weights
 
@@ -102,7 +102,7 @@ class SubstituteWeights(FixedWeights):
         """Move the copies, and refer to the other tensors of the model's weights, which were moved before."""
         self.parts = {**self._copies()}
         super().move(copy, asleep)
-        super().__init__(_beside(self._weights.resident_parts, self.parts))
+        super().__init__(_with_copies(self._weights.resident_parts, self.parts))
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +113,6 @@ class SubstituteWeights(FixedWeights):
         return {part: {name: self.parts[part][name] for name in names} for part, names in self._copied.items()}
 
 
-def _beside(shared: Mapping[str, Mapping[str, Weight]], copies: Mapping[str, Mapping[str, Weight]]) -> Parts:
+def _with_copies(shared: Mapping[str, Mapping[str, Weight]], copies: Mapping[str, Mapping[str, Weight]]) -> Parts:
     """Return all parts, in which copies replace shared weights of the same name."""
     return {part: {**shared.get(part, {}), **copies.get(part, {})} for part in {**shared, **copies}}

@@ -20,8 +20,8 @@ class WeightTraffic:
 
     @property
     def hit_rate(self) -> float | None:
-        asked = self.expert_hits + self.expert_misses + self.expert_hosted
-        return self.expert_hits / asked if asked else None
+        lookups = self.expert_hits + self.expert_misses + self.expert_hosted
+        return self.expert_hits / lookups if lookups else None
 
     def plus(self, other: WeightTraffic) -> WeightTraffic:
         return WeightTraffic(**{name: mine + getattr(other, name) for name, mine in vars(self).items()})

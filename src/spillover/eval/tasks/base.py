@@ -57,7 +57,7 @@ def read_data(task: str, folder: Path, given: str | None, names: Sequence[str], 
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         looked = " and ".join(dict.fromkeys(str(place) for place in places))
-        raise SpilloverError(f"there is no data for {task}: looked for {looked}; it is {form} "
+        raise SpilloverError(f"there is no data for {task}: looked for {looked}; it must be {form} "
                              f"(--data FOLDER, or --task {task}=FILE)")
     try:
         return DataFile(found, found.read_bytes())
@@ -74,13 +74,14 @@ def json_lines(file: DataFile, fields: Sequence[str], form: str) -> list[dict[st
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise SpilloverError(f"'{file.path}', line {number}, is not JSON ({error}); it is {form}") from error
+            raise SpilloverError(f"'{file.path}', line {number}, is not JSON ({error}); the file must be "
+                                 f"{form}") from error
         absent = next((name for name in fields if not isinstance(row, dict) or name not in row), None)
         if absent is not None:
-            raise SpilloverError(f"'{file.path}', line {number}, has no '{absent}'; it is {form}")
+            raise SpilloverError(f"'{file.path}', line {number}, has no '{absent}'; the file must be {form}")
         rows.append(row)
     if not rows:
-        raise SpilloverError(f"'{file.path}' is empty; it is {form}")
+        raise SpilloverError(f"'{file.path}' is empty; the file must be {form}")
     return rows
 
 

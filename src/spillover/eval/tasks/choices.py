@@ -85,7 +85,7 @@ def read_hellaswag(file: DataFile) -> list[Question]:
         content = bz2.decompress(file.content) if file.path.suffix == ".bz2" else file.content
         lines = content.decode().rstrip("\n").split("\n")
     except (OSError, ValueError) as error:
-        raise SpilloverError(f"'{file.path}' cannot be read ({error}); it is {HELLASWAG}") from error
+        raise SpilloverError(f"'{file.path}' cannot be read ({error}); the file must be {HELLASWAG}") from error
     tasks = [lines[start:start + 6] for start in range(0, len(lines), 6)]
     return [_question(file, lambda task=task: Question(  # type: ignore[misc]
         task[0], tuple(task[2:6]), int(task[1])), HELLASWAG) for task in tasks]
@@ -118,10 +118,11 @@ def _question(file: DataFile, make: Callable[[], Question], form: str) -> Questi
     try:
         made = make()
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise SpilloverError(f"'{file.path}' has a task that cannot be read ({error}); it is {form}") from error
+        raise SpilloverError(f"'{file.path}' has a task that cannot be read ({error}); the file must be "
+                             f"{form}") from error
     if not 0 <= made.right < len(made.choices):
         raise SpilloverError(f"'{file.path}' has a task whose right answer is number {made.right} of "
-                             f"{len(made.choices)}; it is {form}")
+                             f"{len(made.choices)}; the file must be {form}")
     return made
 
 

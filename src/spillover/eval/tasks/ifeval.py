@@ -51,9 +51,9 @@ class IFEval:
 
 def judge(text: str, row: Mapping[str, Any]) -> tuple[list[bool], list[bool]]:
     """Return which of a prompt's instructions an answer follows, strictly and loosely."""
-    asked = list(zip(row["instruction_id_list"], row["kwargs"], strict=True))
-    return ([follows(name, arguments, text) for name, arguments in asked],
-            [any(follows(name, arguments, variant) for variant in looser(text)) for name, arguments in asked])
+    instructions = list(zip(row["instruction_id_list"], row["kwargs"], strict=True))
+    return ([follows(name, arguments, text) for name, arguments in instructions],
+            [any(follows(name, arguments, variant) for variant in looser(text)) for name, arguments in instructions])
 
 
 def ifeval(name: str, folder: Path, given: str | None) -> IFEval:

@@ -100,7 +100,8 @@ def _documents(file: DataFile) -> list[str]:
                     row = json.loads(line)
                     found.append(str(next(row[name] for name in FIELDS if name in row)))
                 except (ValueError, TypeError, StopIteration) as error:
-                    raise SpilloverError(f"'{file.path}', line {number}, has no text; it is {FORM}") from error
+                    raise SpilloverError(f"'{file.path}', line {number}, has no text; the file must be "
+                                         f"{FORM}") from error
     if not any(each.strip() for each in found):
-        raise SpilloverError(f"'{file.path}' has no text; it is {FORM}")
+        raise SpilloverError(f"'{file.path}' has no text; the file must be {FORM}")
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from spillover.kernels.batch import DecodeScratch
 from spillover.kernels.cuda.driver.compiled import Module, module_or_none
 from spillover.kernels.triton.attention.ordered_splits import PROGRAMS, TILE_QUERIES, window_piece
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import pdl_options
 
 NEW_TOKENS, PROMPTS = (Path(__file__).parent / name for name in ("attention.cu", "attention_prompt.cu"))
 CAPABILITY, WGMMA_CAPABILITY = (8, 9), (9, 0)  # the lowest that converts FP8; the one with wgmma
@@ -29,7 +29,7 @@ PROMPT_SHARED = 60 << 10
 MANY = 1024  # number of programs from which four per multiprocessor are faster than three on an H200
 
 
-class Form(NamedTuple):
+class KernelForm(NamedTuple):
     """The properties that kernels are compiled for."""
 
     dim: int
@@ -70,7 +70,7 @@ def attend_codes(
         x.data_ptr() for x in (scratch.sums, scratch.stats, scratch.finished, items, num_items))
     shared_by = 4 if rows == 8 and requests * kv_heads >= MANY else 3
     module.launch(f"attention_codes_{rows}_{shared_by}", product.programs, THREADS, product, SHARED[rows],
-                  early(q.device)["EARLY"])
+                  pdl_options(q.device)["EARLY"])
     return True
 
 
@@ -95,7 +95,7 @@ def _module(source: Path, q: Tensor, kv_layer: Tensor, block_size: int, kv_dtype
     _, heads, dim = q.shape
     if kv_dtype == "auto" or dim not in DIMS or block_size not in BLOCKS or q.dtype not in DTYPES:
         return None
-    return kernels(source, Form(dim, heads // kv_layer.shape[2], block_size, kv_dtype, q.dtype), q.device)
+    return kernels(source, KernelForm(dim, heads // kv_layer.shape[2], block_size, kv_dtype, q.dtype), q.device)
 
 
 def _product(q: Tensor, kv_layer: Tensor, out: Tensor, block_table: Tensor, scale: float, window: int | None,
@@ -114,7 +114,7 @@ def _product(q: Tensor, kv_layer: Tensor, out: Tensor, block_table: Tensor, scal
 
 
 @cache
-def kernels(source: Path, form: Form, device: torch.device) -> Module | None:
+def kernels(source: Path, form: KernelForm, device: torch.device) -> Module | None:
     """Return the kernels of a source for a form; None if the device is not supported, or, with a line in the log, if
     they cannot be loaded."""
     if device.type != "cuda":

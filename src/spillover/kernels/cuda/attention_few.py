@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch
-from spillover.kernels.cuda.attention import BLOCKS, DTYPES, Form, kernels
+from spillover.kernels.cuda.attention import BLOCKS, DTYPES, KernelForm, kernels
 from spillover.kernels.triton.attention.ordered_splits import PROGRAMS, window_piece
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import pdl_options
 
 SOURCE = Path(__file__).parent / "attention_few.cu"
 REQUESTS = 2  # maximum number of requests: with more, programs hide each other's latency
@@ -62,7 +62,7 @@ def attend_few(
             and dim in DIMS and batch.block_size in BLOCKS and group <= MOST_GROUP
             and work.splits.shape[0] * kv_heads <= PROGRAMS):
         return None
-    module = kernels(SOURCE, Form(dim, group, batch.block_size, batch.kv_dtype, qkv.dtype), qkv.device)
+    module = kernels(SOURCE, KernelForm(dim, group, batch.block_size, batch.kv_dtype, qkv.dtype), qkv.device)
     shared = shared_bytes(dim, group)
     if module is None or shared > module.shared:
         return None
@@ -86,5 +86,5 @@ def attend_few(
         window_piece=window_piece(window), sinks_float=sinks is not None and sinks.dtype is torch.float32,
     )
     module.launch("attention_few", work.splits.shape[0] * kv_heads, THREADS, product, shared,
-                  early(qkv.device)["EARLY"])
+                  pdl_options(qkv.device)["EARLY"])
     return out

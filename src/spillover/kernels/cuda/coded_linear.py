@@ -34,7 +34,7 @@ PACKED = 32 << 20  # number of codes that are packed at a time
 
 
 @dataclass(frozen=True)
-class Form:
+class TileForm:
     """The layout of codes, in the terms of coded_linear.cu."""
 
     bits: int  # bits of a code: 4 or 8
@@ -79,14 +79,14 @@ class Codes:
     zeros: Tensor | None = None  # [N, groups] uint8; None: all are half the range of a code, or there are offsets
     offsets: Tensor | None = None  # [N, groups], in the type of scales: added to scale * code
     factors: tuple[Tensor, ...] = ()  # float16 [N, larger groups]: of scales, and of offsets if there are any
-    middle: int = 0  # see Form
+    middle: int = 0  # see TileForm
 
-    def form(self, bits: int) -> Form:
+    def form(self, bits: int) -> TileForm:
         """Return the form in which these codes are kept with `bits` bits."""
         group = self.values.shape[1] // self.scales.shape[1]
         name = ("SIGNED", "SUPER")[len(self.factors) - 1] if self.factors else (
             "PAIR" if self.offsets is not None else SCALES[self.scales.dtype])
-        return Form(bits, max(1, STEP // group), name, self.zeros is not None, self.middle)
+        return TileForm(bits, max(1, STEP // group), name, self.zeros is not None, self.middle)
 
 
 def fits(channels: int, inner: int, group: int) -> bool:
@@ -99,7 +99,7 @@ def in_pairs(output_sizes: tuple[int, ...]) -> bool:
     return len(output_sizes) == 2 and output_sizes[0] == output_sizes[1] and output_sizes[0] % (STRIP // 2) == 0
 
 
-def pack(codes: Codes, form: Form, halves: bool) -> Tensor:
+def pack(codes: Codes, form: TileForm, halves: bool) -> Tensor:
     """Pack codes into tiles [N / STRIP, K / STEP, bytes]. `halves`: see in_pairs."""
     channels, inner = codes.values.shape
     tiles = torch.empty(form.tiles_shape(channels, inner), dtype=torch.uint8, device=codes.values.device)
@@ -117,7 +117,7 @@ def pack(codes: Codes, form: Form, halves: bool) -> Tensor:
     return tiles
 
 
-def unpack(tiles: Tensor, form: Form, halves: bool) -> Tensor:
+def unpack(tiles: Tensor, form: TileForm, halves: bool) -> Tensor:
     """Return the weight [N, K] of tiles in float32."""
     strips, steps, _ = tiles.shape
     codes, numbers = tiles.split_with_sizes([256 * form.bits, form.tile_bytes - 256 * form.bits], 2)
@@ -174,7 +174,7 @@ def _pairs(part: Tensor, halves: bool) -> Tensor:
     return part.view(2, -1, 8, part.shape[1]).permute(1, 2, 0, 3) if halves else part.view(-1, 8, 2, part.shape[1])
 
 
-def _numbers(codes: Codes, form: Form, rows: Tensor, halves: bool, inner: int) -> Iterator[Tensor]:
+def _numbers(codes: Codes, form: TileForm, rows: Tensor, halves: bool, inner: int) -> Iterator[Tensor]:
     """Yield the parts of tiles after their codes (factors, scales and offsets, zeros), each [S, steps, ...]."""
     steps = inner // STEP
 
@@ -212,7 +212,7 @@ class Cut(NamedTuple):
     def threads(self) -> int:
         return self.strips * self.teams * 32
 
-    def shared(self, form: Form, rows: int, stages: int) -> int:
+    def shared(self, form: TileForm, rows: int, stages: int) -> int:
         """Return the bytes of shared memory that a block takes."""
         x = -(-TURN * (min(rows, 8) if self.tiles == 1 else self.rows) * 256 // 1024) * 1024
         sums = form.groups * self.rows * 4 if form.offsets and self.tiles > 1 else 0
@@ -255,20 +255,20 @@ class ManyCut(NamedTuple):
     def slot(self) -> int:
         return self.tiles * self.channels * 2048
 
-    def stage(self, form: Form) -> int:
+    def stage(self, form: TileForm) -> int:
         """Return the bytes of a stage: a step's rows of x, tiles and sums of x, and barriers."""
         sums = form.groups * self.rows * 4 if form.offsets else 0
         return -(-(self.rows * STEP * 2 + self.strips * form.tile_bytes + sums) // 1024) * 1024 + 16
 
-    def stages(self, form: Form) -> int:
+    def stages(self, form: TileForm) -> int:
         """Return the number of stages that fit into shared memory."""
         return (SHARED - self.slots) // self.stage(form)
 
-    def shared(self, form: Form, stages: int) -> int:
+    def shared(self, form: TileForm, stages: int) -> int:
         """Return the bytes of shared memory that a block takes."""
         return self.slots + max(stages * self.stage(form), self.slot if self.spread > 1 else 0)
 
-    def serves(self, form: Form) -> bool:
+    def serves(self, form: TileForm) -> bool:
         """Return whether enough stages fit into shared memory."""
         return self.stages(form) >= 2
 
@@ -277,7 +277,7 @@ class ManyCut(NamedTuple):
         clusters = {1: 1.0, 2: 0.5, 4: 10 / 44, 8: 5 / 44}
         return max(1, int(processors * clusters[self.spread]))
 
-    def clocks(self, rows: int, strips: int, steps: int, form: Form, processors: int) -> float:
+    def clocks(self, rows: int, strips: int, steps: int, form: TileForm, processors: int) -> float:
         """Estimate the clock cycles of a product, as fitted to an H200. A step is bound by the tensor cores, by the
         instructions that make operands and add sums, which overlap in part, or by copies: tiles from device memory, x
         from the cache. With a single warpgroup, additions overlap with no products."""
@@ -301,22 +301,22 @@ MANY_CUTS = tuple(
     for spread in (1, 2, 4, 8) if (tiles * channels, spread) != (32, 2))  # sums of three chunks leave no stages
 
 
-def chosen(rows: int, strips: int, steps: int, form: Form, processors: int) -> Cut | ManyCut:
+def choose_cut(rows: int, strips: int, steps: int, form: TileForm, processors: int) -> Cut | ManyCut:
     """Return the cut of a product: for few rows by measurements on an H200 with the shapes of Llama-3.1-8B, for more by
     ManyCut.clocks."""
     if rows <= 8:
         return FEW_CUTS[1 if rows > 4 and strips > 4 * processors else 0]
     if rows <= FEW:
         return FEW_CUTS[3 if strips > 2 * processors else 2]
-    return _chosen_of_many(-(-rows // 16) * 16, strips, steps, form, processors)
+    return _choose_many_cut(-(-rows // 16) * 16, strips, steps, form, processors)
 
 
 @cache
-def _chosen_of_many(rows: int, strips: int, steps: int, form: Form, processors: int) -> ManyCut:
+def _choose_many_cut(rows: int, strips: int, steps: int, form: TileForm, processors: int) -> ManyCut:
     return min(many_cuts(rows, steps, form), key=lambda cut: cut.clocks(rows, strips, steps, form, processors))
 
 
-def many_cuts(rows: int, steps: int, form: Form) -> list[ManyCut]:
+def many_cuts(rows: int, steps: int, form: TileForm) -> list[ManyCut]:
     """Return the cuts that can compute a product of more than FEW rows and are no larger than it needs."""
     chunks = -(-steps // (-(-steps // (CHUNKS * TURN)) * TURN))
     least = next((cut.rows for cut in MANY_CUTS if cut.rows >= rows), MANY_CUTS[-1].rows)
@@ -333,7 +333,7 @@ class _Product(ctypes.Structure):
                 *((name, c_int) for name in ("halves", "gated", "spread")), ("padding", c_int * 11))
 
 
-def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = None, halves: bool = False,
+def coded_linear(x: Tensor, tiles: Tensor, form: TileForm, bias: Tensor | None = None, halves: bool = False,
                  gated: bool = False, early: bool = False, cut: Cut | ManyCut | None = None, stages: int = 0) -> Tensor:
     """Multiply x [T, K] by tiles and add bias [N] -> [T, N]; `gated`: -> silu(first half) * second half [T, N / 2],
     with tiles that were packed with `halves`. `cut` and `stages` override the automatic choice."""
@@ -346,7 +346,7 @@ def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = Non
     if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.contiguous()
     count = processors(x.device)
-    cut = cut or chosen(rows, tiles.shape[0], steps, form, count)
+    cut = cut or choose_cut(rows, tiles.shape[0], steps, form, count)
     sums_row = -(-rows // SUMS_ROWS) * SUMS_ROWS
     chunk = -(-steps // (CHUNKS * TURN)) * TURN
     box, layers = (min(rows, 8) if cut.tiles == 1 else cut.rows), (2 * TURN if isinstance(cut, Cut) else 2)
@@ -370,13 +370,13 @@ def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = Non
     return out
 
 
-class _Looked(ctypes.Structure):
+class _LookupArguments(ctypes.Structure):
     """The argument of the kernel `look_up`."""
 
     _fields_ = (*((name, c_void_p) for name in ("ids", "tiles", "out")), ("steps", c_int))
 
 
-def look_up(ids: Tensor, tiles: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
+def embedding_lookup(ids: Tensor, tiles: Tensor, form: TileForm, dtype: torch.dtype) -> Tensor:
     """Look up rows ids [T] int64 of a weight -> [T, K] in `dtype`; its tiles must not be packed with `halves`."""
     steps = tiles.shape[1]
     out = torch.empty(len(ids), steps * STEP, dtype=dtype, device=tiles.device)
@@ -384,13 +384,13 @@ def look_up(ids: Tensor, tiles: Tensor, form: Form, dtype: torch.dtype) -> Tenso
     assert found is not None, "there are kernels"
     if len(ids):
         ids = ids.contiguous()
-        looked = _Looked(ids.data_ptr(), tiles.data_ptr(), out.data_ptr(), steps)
-        found.launch("look_up", len(ids) * steps, STEP, looked)
+        arguments = _LookupArguments(ids.data_ptr(), tiles.data_ptr(), out.data_ptr(), steps)
+        found.launch("look_up", len(ids) * steps, STEP, arguments)
     return out
 
 
 @cache
-def _stages(cut: Cut, form: Form, rows: int, chunk: int, blocks: int, processors: int) -> int:
+def _stages(cut: Cut, form: TileForm, rows: int, chunk: int, blocks: int, processors: int) -> int:
     """Return the most stages, up to MOST_STAGES and a team's turns, with which all blocks run at once; at least 2."""
     for stages in range(min(MOST_STAGES, chunk // TURN * (CHUNKS // cut.teams)), 2, -1):
         if SHARED // cut.shared(form, rows, stages) * processors >= blocks:
@@ -404,11 +404,11 @@ def serves(capability: tuple[int, int], dtype: torch.dtype) -> bool:
 
 
 @cache
-def kernels(form: Form, dtype: torch.dtype, device: torch.device) -> Module | None:
+def kernels(form: TileForm, dtype: torch.dtype, device: torch.device) -> Module | None:
     """Return the kernels for a form, or None if there are none, which is logged for a CUDA device."""
     if device.type != "cuda" or torch.version.hip or dtype not in TYPES:
         return None
     capability = torch.cuda.get_device_capability(device)
-    wrong = "" if serves(capability, dtype) else "compute capability {}.{}, not {}.{}".format(*capability, *CAPABILITY)
+    unsupported = "compute capability {}.{}, not {}.{}".format(*capability, *CAPABILITY)
     return module_or_none(SOURCE, form.options(dtype), device, "weights in codes are dequantised for every product",
-                          wrong)
+                          "" if serves(capability, dtype) else unsupported)

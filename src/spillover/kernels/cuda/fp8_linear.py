@@ -44,7 +44,7 @@ MOST_NORMED = 8192  # maximum number of inputs of a row that a block can norm
 NORM_BYTES = 3 * 32 * 4  # bytes of shared memory to combine parts of sums of squares, and largest magnitudes
 
 
-class Form(NamedTuple):
+class KernelForm(NamedTuple):
     """The properties that kernels are compiled for besides a cut."""
 
     blocked: bool  # whether scales are those of 128 x 128 weights, and of 128 inputs
@@ -78,13 +78,13 @@ class Shape(NamedTuple):
         return -(-self.steps // self.chunks)
 
     @property
-    def form(self) -> Form:
-        return Form(self.blocked, self.gated, self.chunks, self.inner if self.normed else 0)
+    def form(self) -> KernelForm:
+        return KernelForm(self.blocked, self.gated, self.chunks, self.inner if self.normed else 0)
 
     @property
-    def rounding(self) -> tuple[Rounding, Form]:
+    def rounding(self) -> tuple[Rounding, KernelForm]:
         """Return the kernel and form that round rows before the product, and norm them first if `normed`."""
-        return Rounding(self.inner), Form(self.blocked, False, 1, self.inner if self.normed else 0)
+        return Rounding(self.inner), KernelForm(self.blocked, False, 1, self.inner if self.normed else 0)
 
     @property
     def stored(self) -> int:
@@ -98,7 +98,7 @@ class FewCut(NamedTuple):
     rows: int  # rows of a tile
     groups: int = 1  # warpgroups that multiply
     spread: bool = False  # whether the chunks of a tile are spread over a cluster of blocks
-    own: bool = False  # whether blocks round rows themselves
+    rounds_rows: bool = False  # whether blocks round rows themselves
     resident: int = 1  # blocks per multiprocessor
 
     @property
@@ -119,22 +119,22 @@ class FewCut(NamedTuple):
 
     def stage_bytes(self, shape: Shape) -> int:
         """Return the bytes of a stage, with its barriers and scales."""
-        x = 0 if self.own else self.rows * STEP + (self.rows * 4 if shape.blocked else 0)
+        x = 0 if self.rounds_rows else self.rows * STEP + (self.rows * 4 if shape.blocked else 0)
         return self.groups * UNIT * STEP + x + 16
 
     def fixed_bytes(self, shape: Shape) -> int:
         """Return the bytes besides stages: rows that a block rounds, their scales, those of weights, and a norm's."""
         steps = shape.chunk if self.spread else shape.steps
-        own = self.rows * (STEP * steps + 4 * (steps if shape.blocked else 2)) if self.own else 0
-        return own + (self.groups * 2 * steps * 4 if shape.blocked else 0) + (NORM_BYTES if shape.normed else 0)
+        row_bytes = self.rows * (STEP * steps + 4 * (steps if shape.blocked else 2)) if self.rounds_rows else 0
+        return row_bytes + (self.groups * 2 * steps * 4 if shape.blocked else 0) + (NORM_BYTES if shape.normed else 0)
 
     def stages(self, shape: Shape, blocks: int, processors: int) -> int:
         """Return the number of stages that fit; with own rows, only as many as keep the memory busy, so that blocks of
         the next kernel fit before this one has completed."""
         most = (SHARED // self.resident - OWN_SHARED - self.fixed_bytes(shape)) // self.stage_bytes(shape)
-        if self.own:
-            beside = min(self.resident, -(-blocks // processors))
-            most = min(most, max(4, -(-IN_FLIGHT // (beside * self.groups * UNIT * STEP))))
+        if self.rounds_rows:
+            concurrent = min(self.resident, -(-blocks // processors))
+            most = min(most, max(4, -(-IN_FLIGHT // (concurrent * self.groups * UNIT * STEP))))
         return min(most, shape.chunk if self.spread else MOST_STAGES)
 
     def shared(self, shape: Shape, stages: int) -> int:
@@ -148,18 +148,18 @@ class FewCut(NamedTuple):
     def norms(self, shape: Shape) -> bool:
         """Return whether the product adds rows to a residual and norms them itself. In a cluster every block would norm
         whole rows, which takes longer than a separate kernel."""
-        return self.own and not self.spread and shape.inner <= MOST_NORMED
+        return self.rounds_rows and not self.spread and shape.inner <= MOST_NORMED
 
     def weights_map(self, values: Tensor, shape: Shape) -> ctypes.Array[ctypes.c_uint64]:
         """Return the tensor map of weights [channels / 16][2][8][inputs]; with a gate, the 2 are its two matrices."""
         inner = shape.inner
-        apart = (shape.stored * inner, 8 * inner) if shape.gated else (8 * inner, 16 * inner)
-        return tensor_map(values.data_ptr(), BYTES, (inner, 8, 2, shape.channels // 16), (inner, *apart),
+        strides = (shape.stored * inner, 8 * inner) if shape.gated else (8 * inner, 16 * inner)
+        return tensor_map(values.data_ptr(), BYTES, (inner, 8, 2, shape.channels // 16), (inner, *strides),
                           (STEP, 8, 2, 4 * self.groups))
 
-    def options(self, form: Form, dtype: torch.dtype) -> tuple[str, ...]:
+    def options(self, form: KernelForm, dtype: torch.dtype) -> tuple[str, ...]:
         return _options(form, dtype, self.rows, ROWS=self.rows, GROUPS=self.groups, CHUNKS=form.chunks,
-                        CLUSTER=form.chunks if self.spread else 1, OWN_X=int(self.own), RESIDENT=self.resident,
+                        CLUSTER=form.chunks if self.spread else 1, OWN_X=int(self.rounds_rows), RESIDENT=self.resident,
                         NORMED=form.normed)
 
 
@@ -176,7 +176,7 @@ class Rounding(NamedTuple):
     def threads(self) -> int:
         return min(-(-self.inner // 256) * 32, ROUNDERS)
 
-    def options(self, form: Form, dtype: torch.dtype) -> tuple[str, ...]:
+    def options(self, form: KernelForm, dtype: torch.dtype) -> tuple[str, ...]:
         return _defined(form, dtype, INPUTS=self.inner, NORMED=int(form.normed > 0), ROUNDERS=self.threads)
 
 
@@ -241,15 +241,15 @@ class Cut(NamedTuple):
         return tensor_map(values.data_ptr(), BYTES, (shape.inner, shape.channels), (shape.inner,),
                           (STEP, min(box, shape.stored)))
 
-    def options(self, form: Form, dtype: torch.dtype) -> tuple[str, ...]:
+    def options(self, form: KernelForm, dtype: torch.dtype) -> tuple[str, ...]:
         return _options(form, dtype, self.channels, CHANNELS=self.channels, GROUPS=self.groups)
 
 
-def _options(form: Form, dtype: torch.dtype, width: int, **more: int) -> tuple[str, ...]:
+def _options(form: KernelForm, dtype: torch.dtype, width: int, **more: int) -> tuple[str, ...]:
     return _defined(form, dtype, GATED=int(form.gated), **more, **sums_options(width))
 
 
-def _defined(form: Form, dtype: torch.dtype, **more: object) -> tuple[str, ...]:
+def _defined(form: KernelForm, dtype: torch.dtype, **more: object) -> tuple[str, ...]:
     defined = {"BLOCKED": int(form.blocked), "X_BF16": int(dtype is torch.bfloat16), **more}
     return tuple(f"-D{name}={value}" for name, value in defined.items())
 
@@ -287,7 +287,7 @@ def cuts(rows: int, shape: Shape, processors: int) -> tuple[Cut, ...]:
 
 
 @cache
-def chosen(rows: int, shape: Shape, processors: int) -> FewCut | Cut:
+def choose_cut(rows: int, shape: Shape, processors: int) -> FewCut | Cut:
     """Return the cut of a product."""
     if rows <= FEW_ROWS:
         return few_cuts(rows, shape, processors)[0]
@@ -346,8 +346,8 @@ def add_norm_fp8_linear(
             each.dtype is x.dtype and _in_vectors(each) for each in (x, residual, norm)):
         return None
     pieces = min(len(x), PIECE_ROWS), (len(x) - 1) % PIECE_ROWS + 1  # rows of the first piece, and of the last
-    used = [cut or chosen(rows, shape, processors(x.device)) for rows in pieces]
-    if not all(_rounded_ahead(each) or each.norms(shape) for each in used):
+    used = [cut or choose_cut(rows, shape, processors(x.device)) for rows in pieces]
+    if not all(_rounds_separately(each) or each.norms(shape) for each in used):
         return None
     out = torch.empty(x.shape[0], shape.stored, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -358,9 +358,9 @@ def add_norm_fp8_linear(
     return out, total
 
 
-def _rounded_ahead(cut: FewCut | Cut) -> bool:
+def _rounds_separately(cut: FewCut | Cut) -> bool:
     """Return whether a separate kernel rounds rows."""
-    return isinstance(cut, Cut) or not cut.own
+    return isinstance(cut, Cut) or not cut.rounds_rows
 
 
 def _in_vectors(x: Tensor) -> bool:
@@ -371,7 +371,7 @@ def _in_vectors(x: Tensor) -> bool:
 def _multiply(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, input_scale: Tensor | None, shape: Shape,
               out: Tensor, early: bool, cut: FewCut | Cut | None, norm: Norm | None = None) -> None:
     rows, count = x.shape[0], processors(x.device)
-    cut = cut or chosen(rows, shape, count)
+    cut = cut or choose_cut(rows, shape, count)
     rounding, rounded = shape.rounding
     if not cut.norms(shape):
         shape = shape._replace(normed=False)
@@ -388,7 +388,7 @@ def _multiply(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, in
     if norm is not None:
         product.residual, product.residual_stride = norm.residual.data_ptr(), norm.residual.stride(0)
         product.norm, product.eps, product.total = norm.weight.data_ptr(), norm.eps, norm.total.data_ptr()
-    if _rounded_ahead(cut):
+    if _rounds_separately(cut):
         codes = torch.empty(rows, shape.inner, dtype=torch.uint8, device=x.device)
         x_scales = torch.empty((shape.steps, product.scales_row) if shape.blocked else (rows,), dtype=torch.float32,
                                device=x.device)
@@ -410,8 +410,8 @@ def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, m
     rows = (*range(1, min(most_rows, MOST_PREPARED) + 1, 8), most_rows)
     wanted: dict[Path, set[tuple[str, ...]]] = {}
     for shape in set(shapes):
-        found = {chosen(count, shape, processors(device)) for count in rows}
-        used: list[tuple[FewCut | Cut | Rounding, Form]] = [
+        found = {choose_cut(count, shape, processors(device)) for count in rows}
+        used: list[tuple[FewCut | Cut | Rounding, KernelForm]] = [
             (cut, shape.form) for cut in found if cut.norms(shape) or not shape.normed]
         if not shape.normed or shape.inner <= MOST_NORMED:
             used.append(shape.rounding)
@@ -423,14 +423,14 @@ def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, m
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether there are kernels for a device; it is logged if a CUDA device has none."""
-    return kernels(FewCut(32, 2), Form(False, False, CHUNKS), dtype, device) is not None
+    return kernels(FewCut(32, 2), KernelForm(False, False, CHUNKS), dtype, device) is not None
 
 
 @cache
-def kernels(cut: FewCut | Cut | Rounding, form: Form, dtype: torch.dtype, device: torch.device) -> Module | None:
+def kernels(cut: FewCut | Cut | Rounding, form: KernelForm, dtype: torch.dtype, device: torch.device) -> Module | None:
     """Return the kernels of a cut, or None if there are none."""
     if device.type != "cuda" or torch.version.hip or dtype not in TYPES:
         return None
-    wrong = "" if capable(device) else "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
+    unsupported = "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
     return module_or_none(cut.source, cut.options(form, dtype), device,
-                          "FP8 weights are dequantised for every product", wrong)
+                          "FP8 weights are dequantised for every product", "" if capable(device) else unsupported)

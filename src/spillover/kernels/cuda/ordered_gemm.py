@@ -162,7 +162,7 @@ def _plan(row_units: int, channels: int, inner: int, dtype: torch.dtype, bias: b
         return None
     count, (chunks, chunk) = processors(device), product_chunks(channels, inner)
     rows = row_units * UNIT_ROWS
-    cut = cut or chosen(rows, channels, inner, count, gated)
+    cut = cut or choose_cut(rows, channels, inner, count, gated)
     found = kernel(cut, chunks, dtype, bias, device)
     tiles = cut.tiles(rows, channels)
     blocks = tiles * chunks if cut.spread else min(tiles, count)
@@ -177,14 +177,14 @@ def prepare(matrices: Iterable[tuple[int, int, bool, bool]], dtype: torch.dtype,
     if dtype not in TYPES or not capable(device):
         return
     units = range(1, min(most_rows, MOST_PREPARED) // UNIT_ROWS + 1)
-    wanted = {chosen(UNIT_ROWS * unit, channels, inner, processors(device), gated).options(
+    wanted = {choose_cut(UNIT_ROWS * unit, channels, inner, processors(device), gated).options(
                   product_chunks(channels, inner)[0], dtype, bias)
               for channels, inner, bias, gated in set(matrices) if channels % (16 if gated else 8) == 0
               for unit in units}
     compile_ahead(SOURCE, wanted, device)
 
 
-def chosen(rows: int, channels: int, inner: int, processors: int, gated: bool = False) -> Cut:
+def choose_cut(rows: int, channels: int, inner: int, processors: int, gated: bool = False) -> Cut:
     """Return the cut that minimises the estimated time of the multiprocessor with most tiles."""
     chunks = product_chunks(channels, inner)[0]
     if rows <= FEW_ROWS:

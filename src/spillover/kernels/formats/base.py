@@ -44,7 +44,7 @@ class TensorReader(Protocol):
 
     def dtype(self, name: str) -> torch.dtype: ...
 
-    def wrong(self, name: str, what: str) -> CheckpointError:
+    def tensor_error(self, name: str, what: str) -> CheckpointError:
         """Return an error about a tensor, with the name of its file."""
 
     def read(self, tensor: Field) -> Tensor: ...
@@ -124,15 +124,15 @@ class WeightFormat(ABC):
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
         """Read one linear; by default its matrices' tensors concatenated along rows, in the types of `fields`."""
         stored = [self.stored(name, rows, shape.in_features) for name, rows in reader.matrices]
-        return tuple(self._below_each_other(reader, tensors, getattr(torch, field.dtype), target.device) for
+        return tuple(self._concat_rows(reader, tensors, getattr(torch, field.dtype), target.device) for
                      tensors, field in zip(zip(*stored, strict=True), self.fields(shape, target.dtype), strict=True))
 
     def read(self, reader: TensorReader, tensor: Field) -> Tensor:
         """Read one tensor of a matrix."""
         return reader.read(tensor)
 
-    def _below_each_other(self, reader: TensorReader, tensors: Sequence[Field], dtype: torch.dtype,
-                          device: torch.device) -> Tensor:
+    def _concat_rows(self, reader: TensorReader, tensors: Sequence[Field], dtype: torch.dtype,
+                     device: torch.device) -> Tensor:
         if len(tensors) == 1:  # a tensor that was read is not shared, so a single one needs no copy
             return self.read(reader, tensors[0]).to(device=device, dtype=dtype).contiguous()
         rows = [tensor.shape[0] for tensor in tensors]

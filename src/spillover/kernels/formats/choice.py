@@ -95,8 +95,8 @@ class OneMatrix:
     def dtype(self, name: str) -> torch.dtype:
         return self._reader.dtype(name)
 
-    def wrong(self, name: str, what: str) -> CheckpointError:
-        return self._reader.wrong(name, what)
+    def tensor_error(self, name: str, what: str) -> CheckpointError:
+        return self._reader.tensor_error(name, what)
 
     def read(self, tensor: Field) -> Tensor:
         return self._reader.read(tensor)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.cuda import coded_linear as cuda
-from spillover.kernels.cuda.coded_linear import SCALES, STEP, STRIP, Codes, Form
+from spillover.kernels.cuda.coded_linear import SCALES, STEP, STRIP, Codes, TileForm
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats import gguf_codes
@@ -29,7 +29,7 @@ PIECE_BYTES = 16  # temporary bytes of each of these weights
 class Part(NamedTuple):
     """Rows of a linear that are kept as tiles of one form."""
 
-    form: Form
+    form: TileForm
     rows: int
     halves: bool = False  # see cuda.in_pairs
 
@@ -83,7 +83,7 @@ class Tiles(WeightFormat):
     def embedding(self, ids: Tensor, w: Linear, dtype: torch.dtype = torch.float32) -> Tensor:
         (part,), tiles = self.parts(w.shape), w.tensors[0]
         if cuda.kernels(part.form, dtype, tiles.device) is not None:
-            return cuda.look_up(ids, tiles, part.form, dtype)
+            return cuda.embedding_lookup(ids, tiles, part.form, dtype)
         made = torch.empty(len(ids), w.shape.in_features, dtype=dtype, device=tiles.device)
         each = max(1, PIECE // (STRIP * made.shape[1]))
         for first in range(0, len(ids), each):
@@ -108,9 +108,9 @@ class CodedCuda(Tiles):
         return whole and shape.in_features % group == 0 and cuda.fits(shape.out_features, shape.in_features, group)
 
     @cached_property
-    def form(self) -> Form:
+    def form(self) -> TileForm:
         groups = STEP // self.base.group if 0 < self.base.group < STEP else 1
-        return Form(self.base.bits, groups, SCALES[getattr(torch, self.base.scale_dtype)], self.base.zeros)
+        return TileForm(self.base.bits, groups, SCALES[getattr(torch, self.base.scale_dtype)], self.base.zeros)
 
     def parts(self, shape: LinearShape) -> tuple[Part, ...]:
         if self.base.ordered:  # each matrix has its own order
@@ -166,31 +166,31 @@ class GgufCuda(Tiles):
         return all(cuda.fits(part.rows, shape.in_features, STEP // part.form.groups) for part in made)
 
     def parts(self, shape: LinearShape) -> tuple[Part, ...]:
-        counted = [(tile_form(form), sum(shape.output_sizes[i] for i in which)) for form, which in self._neighbours()]
+        counted = [(tile_form(form), sum(shape.output_sizes[i] for i in which)) for form, which in self._runs()]
         if len(counted) > 1:
             return tuple(Part(form, rows) for form, rows in counted)
         return (Part(*counted[0], cuda.in_pairs(shape.output_sizes)),)
 
-    def _neighbours(self) -> list[tuple[CodeForm, list[int]]]:
+    def _runs(self) -> list[tuple[CodeForm, list[int]]]:
         """Return the forms, each with the indices of the consecutive matrices that have it."""
         return [(form, list(which)) for form, which in groupby(range(len(self.forms)), lambda i: self.forms[i])]
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
         made = []
-        for part, (_, which) in zip(self.parts(shape), self._neighbours(), strict=True):
+        for part, (_, which) in zip(self.parts(shape), self._runs(), strict=True):
             read = [tile_codes(reader.read_codes(reader.matrices[i][0]).map(lambda part: part.to(target.device)))
                     for i in which]
-            made.append(cuda.pack(read[0] if len(read) == 1 else _below_each_other(read), part.form, part.halves))
+            made.append(cuda.pack(read[0] if len(read) == 1 else _concat_rows(read), part.form, part.halves))
         return tuple(made)
 
 
-def tile_form(form: CodeForm) -> Form:
+def tile_form(form: CodeForm) -> TileForm:
     """Return the form of tiles for a form of GGUF codes."""
     bits = 4 if form.bits == 4 and not form.values else 8
     scales = (("SUPER" if form.has_offset else "SIGNED") if form.head else
               "PAIR" if form.has_offset else SCALES[getattr(torch, form.block[0])])
     middle = 1 << (form.bits - 1) if form.has_offset and bits > form.bits else 0
-    return Form(bits, STEP * form.parts // CODE_BLOCK, scales, middle=middle)
+    return TileForm(bits, STEP * form.parts // CODE_BLOCK, scales, middle=middle)
 
 
 def tile_codes(codes: gguf_codes.Codes) -> Codes:
@@ -207,22 +207,22 @@ def tile_codes(codes: gguf_codes.Codes) -> Codes:
     return Codes(values, scales, None, codes.block[1] if form.has_offset else None, factors, tile_form(form).middle)
 
 
-def _below_each_other(codes: Sequence[Codes]) -> Codes:
+def _concat_rows(codes: Sequence[Codes]) -> Codes:
     offsets = [each.offsets for each in codes if each.offsets is not None]
     return Codes(torch.cat([each.values for each in codes]), torch.cat([each.scales for each in codes]), None,
                  torch.cat(offsets) if offsets else None,
                  tuple(map(torch.cat, zip(*(each.factors for each in codes), strict=True))), codes[0].middle)
 
 
-def _has_kernels(form: Form, x: Tensor) -> bool:
+def _has_kernels(form: TileForm, x: Tensor) -> bool:
     return cuda.kernels(form, x.dtype, x.device) is not None
 
 
 def _multiply(x: Tensor, tiles: Tensor, part: Part, bias: Tensor | None, gated: bool = False) -> Tensor:
-    from spillover.kernels.triton.launch import early
+    from spillover.kernels.triton.launch import pdl_options
 
     if _has_kernels(part.form, x):
-        return cuda.coded_linear(x, tiles, part.form, bias, part.halves, gated, early(x.device)["EARLY"])
+        return cuda.coded_linear(x, tiles, part.form, bias, part.halves, gated, pdl_options(x.device)["EARLY"])
     return _multiply_numbers(x, tiles, part, bias)
 
 

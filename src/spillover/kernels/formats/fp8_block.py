@@ -24,7 +24,7 @@ class Fp8Block(WeightFormat):
     a new block."""
 
     scale_name: str = "weight_scale_inv"  # name of a module's scales
-    whole: bool = False  # whether the checkpoint has one scale per matrix, which is kept for each block
+    per_tensor: bool = False  # whether the checkpoint has one scale per matrix, which is kept for each block
     activations: str = "dynamic"  # "dynamic": rounded to FP8 by their own scales; "none": not rounded
     keeps_linears = False
     quant_method = "fp8_block"
@@ -46,10 +46,10 @@ class Fp8Block(WeightFormat):
         """Return the checkpoint's tensors, without the scale of a whole matrix, which has one of two names."""
         values = Field(name, "float8_e4m3fn", (rows, columns))
         scales = Field(f"{module_of(name)}.{self.scale_name}", FLOATING, (blocks(rows), blocks(columns)), squeezed=True)
-        return (values,) if self.whole else (values, scales)
+        return (values,) if self.per_tensor else (values, scales)
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
-        if not self.whole:
+        if not self.per_tensor:
             return super().load(reader, shape, target)
         values, scales = (torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=target.device)
                           for field in self.fields(shape, target.dtype))
@@ -74,7 +74,7 @@ class Fp8Block(WeightFormat):
 
 
 FP8_BLOCK = Fp8Block()
-FP8_TENSOR = Fp8Block(whole=True)
+FP8_TENSOR = Fp8Block(per_tensor=True)
 
 
 def dummy_fp8(field: Field, device: torch.device, random: torch.Generator) -> Tensor:

@@ -43,7 +43,7 @@ class Fp8Cuda(WeightFormat):
         from spillover.kernels.formats.fp8_block import BLOCK, Fp8Block
         from spillover.kernels.formats.fp8_rows import Fp8Rows
 
-        if not isinstance(base, Fp8Rows | Fp8Block) or base.activations == "none" or not _served():
+        if not isinstance(base, Fp8Rows | Fp8Block) or base.activations == "none" or not _device_supported():
             return None
         whole = isinstance(base, Fp8Rows) or all(size % BLOCK == 0 for size in shape.output_sizes[:-1])
         return cls(base) if whole and cuda.fits(shape.out_features, shape.in_features) else None
@@ -111,7 +111,7 @@ class Fp8Cuda(WeightFormat):
         dtype = getattr(torch, target.dtype)
         if not cuda.available(dtype, target.device):
             return
-        _say()
+        _log_rounding()
         shapes = [Shape(shape.out_features, shape.in_features, self._blocked, gated, normed) for shape, _ in linears
                   for gated, normed in self._uses(shape)]
         cuda.prepare(shapes, dtype, target.device, most_rows)
@@ -145,10 +145,10 @@ class Fp8Cuda(WeightFormat):
     def _arguments(self, x: Tensor, w: Linear, bias: Tensor | None,
                    gated: bool) -> tuple[Tensor, Tensor, Tensor | None, bool, Tensor | None, bool]:
         """Return the arguments of the products after the rows."""
-        from spillover.kernels.triton.launch import early
+        from spillover.kernels.triton.launch import pdl_options
 
         given = w.tensors[2] if self._static else None
-        return w.tensors[0], w.tensors[1], bias, gated, given, early(x.device)["EARLY"]
+        return w.tensors[0], w.tensors[1], bias, gated, given, pdl_options(x.device)["EARLY"]
 
     def _uses(self, shape: LinearShape) -> list[tuple[bool, bool]]:
         """Return whether a product is gated and normed, for each way in which layers use it: only fused matrices follow
@@ -164,11 +164,11 @@ class Fp8Cuda(WeightFormat):
 
 
 @cache
-def _served() -> bool:
+def _device_supported() -> bool:
     """Return whether the CUDA device supports these products; without a device, a plan assumes that it does."""
     return not torch.cuda.is_available() or capable(torch.device("cuda", torch.cuda.current_device()))
 
 
 @cache
-def _say() -> None:
+def _log_rounding() -> None:
     log.info("FP8 weights are multiplied as FP8: activations are rounded to e4m3 before each product")

@@ -57,7 +57,7 @@ class CodeForm:
         return columns // self.unit * self.head_bytes + columns // CODE_BLOCK * self.block_bytes
 
 
-FORMS = {  # by the name of GGUF's type
+CODE_FORMS = {  # by the name of GGUF's type
     "Q4_0": CodeForm(0, 4, ("float16",)),
     "Q4_1": CodeForm(1, 4, ("float16", "float16")),
     "Q5_0": CodeForm(2, 5, ("float16",)),
@@ -138,22 +138,23 @@ class GgufCodes(Panels):
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         return unpack_codes(w)
 
-    def look_up(self, ids: Tensor, w: Linear) -> Tensor:
+    def embedding_lookup(self, ids: Tensor, w: Linear) -> Tensor:
         """Look up rows, unpacking only the panels that have them."""
         found = torch.empty(ids.shape[0], w.shape.in_features)
         row = 0
         for form, rows, panels in self._matrices(w.shape, w.tensors[0]):
-            here = (ids >= row) & (ids < row + rows)
-            unique, where = torch.unique((ids[here] - row) // CODE_PANEL, return_inverse=True)
-            found[here] = _unpacked(form, panels[unique])[where * CODE_PANEL + (ids[here] - row) % CODE_PANEL]
+            in_matrix = (ids >= row) & (ids < row + rows)
+            inner = ids[in_matrix] - row
+            unique, position = torch.unique(inner // CODE_PANEL, return_inverse=True)
+            found[in_matrix] = _unpacked(form, panels[unique])[position * CODE_PANEL + inner % CODE_PANEL]
             row += rows
         return found
 
     def _nbytes(self, shape: LinearShape) -> int:
         return _LISTS + sum(-(-rows // CODE_PANEL) * form.panel_bytes(shape.in_features)
-                            for form, rows in self._neighbours(shape))
+                            for form, rows in self._runs(shape))
 
-    def _neighbours(self, shape: LinearShape) -> list[tuple[CodeForm, int]]:
+    def _runs(self, shape: LinearShape) -> list[tuple[CodeForm, int]]:
         """Return forms and numbers of rows, with consecutive matrices of one form as one."""
         listed = zip(self.forms, shape.output_sizes, strict=True)
         return [(form, sum(rows for _, rows in together)) for form, together in groupby(listed, key=lambda one: one[0])]
@@ -161,7 +162,7 @@ class GgufCodes(Panels):
     def _matrices(self, shape: LinearShape, packed: Tensor) -> Iterator[tuple[CodeForm, int, Tensor]]:
         """Yield each matrix's form, number of rows and panels [panels, bytes], as a view."""
         start = _LISTS
-        for form, rows in self._neighbours(shape):
+        for form, rows in self._runs(shape):
             size = (-(-rows // CODE_PANEL), form.panel_bytes(shape.in_features))
             yield form, rows, packed[start : start + math.prod(size)].view(size)
             start += math.prod(size)

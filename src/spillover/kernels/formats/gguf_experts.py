@@ -76,11 +76,11 @@ class GgufExperts(WeightFormat):
                 Field("scales", "float32", (rows, columns // CODE_BLOCK * self.numbers)))
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
-        made = [self.kept(reader.read_codes(name)) for name, _ in reader.matrices]
+        made = [self.packed_tensors(reader.read_codes(name)) for name, _ in reader.matrices]
         codes, scales = (torch.cat(parts).to(target.device) for parts in zip(*made, strict=True))
         return codes, scales
 
-    def kept(self, codes: Codes) -> tuple[Tensor, Tensor]:
+    def packed_tensors(self, codes: Codes) -> tuple[Tensor, Tensor]:
         """Return the tensors of one matrix."""
         scales = _scales(codes)
         values, numbers = _numbers(codes), [scales.expand(*scales.shape[:2], 2) if self.halves else scales]

@@ -83,7 +83,7 @@ class GroupedInt(WeightFormat):
         assert matrix.group_of is not None
         order = matrix.group_of.argsort(stable=True)
         if not torch.equal(matrix.group_of[order].long(), self._group_of_sorted(columns)):
-            raise reader.wrong(matrix.order_name, f"does not say which {self.group} columns each group has")
+            raise reader.tensor_error(matrix.order_name, f"does not say which {self.group} columns each group has")
         return order
 
     def is_in_order(self, group_of: Tensor) -> bool:
@@ -97,7 +97,7 @@ class GroupedInt(WeightFormat):
         kept = matrix.scales.to(getattr(torch, self.scale_dtype))
         if not torch.equal(kept.float(), matrix.scales.float()):
             stored = str(matrix.scales.dtype).removeprefix("torch.")
-            raise reader.wrong(matrix.scales_name, f"holds {stored} scales that {self.scale_dtype} cannot hold")
+            raise reader.tensor_error(matrix.scales_name, f"holds {stored} scales that {self.scale_dtype} cannot hold")
         return kept
 
     def dummy_tensor(self, field: Field, device: torch.device, random: torch.Generator) -> Tensor:

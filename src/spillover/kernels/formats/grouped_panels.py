@@ -101,10 +101,10 @@ class GroupedPanels(Panels):
                           in zip(self._linears(w), w.tensors[-1], biases, strict=True)], 1)
 
     def embedding(self, ids: Tensor, w: Linear, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.look_up(ids, w) if self.base.ordered else super().embedding(ids, w, dtype)
+        return self.embedding_lookup(ids, w) if self.base.ordered else super().embedding(ids, w, dtype)
 
-    def look_up(self, ids: Tensor, w: Linear) -> Tensor:
+    def embedding_lookup(self, ids: Tensor, w: Linear) -> Tensor:
         if self.base.ordered:
             return self.dequantize(w, torch.float32)[ids]
         (whole,) = self._linears(w)
-        return self._codes(w.shape).look_up(ids, whole)
+        return self._codes(w.shape).embedding_lookup(ids, whole)

@@ -59,11 +59,11 @@ class IntExperts(WeightFormat):
         return self.base.stored(name, rows, columns)
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
-        return self.kept(shape, self.base.load(reader, shape, target))
+        return self.packed_tensors(shape, self.base.load(reader, shape, target))
 
     def dummy(self, shape: LinearShape, experts: int, target: Target, random: torch.Generator) -> tuple[Tensor, ...]:
         if not experts:
-            return self.kept(shape, self.base.dummy(shape, 0, target, random))
+            return self.packed_tensors(shape, self.base.dummy(shape, 0, target, random))
         stacks = tuple(torch.empty(experts, *field.shape, dtype=getattr(torch, field.dtype), device=target.device)
                        for field in self.fields(shape, target.dtype))
         for expert in range(experts):
@@ -71,7 +71,7 @@ class IntExperts(WeightFormat):
                 stack[expert] = made
         return stacks
 
-    def kept(self, shape: LinearShape, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def packed_tensors(self, shape: LinearShape, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the tensors of this format, made from those of `base`."""
         codes, scales, *zeros = tensors
         middle = torch.full_like(scales, 1 << (self.base.bits - 1), dtype=torch.int32)

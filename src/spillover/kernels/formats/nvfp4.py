@@ -49,7 +49,8 @@ class Nvfp4(WeightFormat):
         for name, rows in reader.matrices:
             if shape.in_features % GROUP:
                 values = self.stored(name, rows, shape.in_features)[0]
-                raise reader.wrong(values.name, f"has {shape.in_features} columns, which are no multiple of {GROUP}")
+                raise reader.tensor_error(values.name,
+                                          f"has {shape.in_features} columns, which are no multiple of {GROUP}")
         return super().load(reader, shape, target)
 
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:

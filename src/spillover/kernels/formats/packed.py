@@ -48,7 +48,7 @@ class Panels(WeightFormat):
     def embedding(self, ids: Tensor, w: Linear, dtype: torch.dtype = torch.float32) -> Tensor:
         library = native.library()
         if library is None or ids.dtype is not torch.int64 or not ids.is_contiguous():
-            return self.look_up(ids, w)
+            return self.embedding_lookup(ids, w)
         y = torch.empty(ids.shape[0], w.shape.in_features)
         given = ids.data_ptr(), w.tensors[0].data_ptr(), y.data_ptr(), *y.shape
         if self.native_codes:
@@ -58,7 +58,7 @@ class Panels(WeightFormat):
         return y
 
     @abstractmethod
-    def look_up(self, ids: Tensor, w: Linear) -> Tensor:
+    def embedding_lookup(self, ids: Tensor, w: Linear) -> Tensor:
         """Look up rows as `embedding` does, with torch."""
 
 
@@ -78,7 +78,7 @@ class Packed(Panels):
         return self.base.stored(name, rows, columns)
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
-        panels, start = self._room(shape.out_features, shape.in_features, target.arena), 0
+        panels, start = self._allocate(shape.out_features, shape.in_features, target.arena), 0
         for name, rows in reader.matrices:  # matrix by matrix, so that no second copy of all of them is held
             self._fill(panels, start, self.base.matrix(reader, name, rows, shape.in_features))
             start += rows
@@ -94,11 +94,11 @@ class Packed(Panels):
 
     def pack(self, weight: Tensor, arena: Arena | None = None) -> Tensor:
         """Pack weight [N, K] -> panels."""
-        panels = self._room(weight.shape[0], weight.shape[1], arena)
+        panels = self._allocate(weight.shape[0], weight.shape[1], arena)
         self._fill(panels, 0, weight)
         return panels
 
-    def _room(self, n: int, k: int, arena: Arena | None) -> Tensor:
+    def _allocate(self, n: int, k: int, arena: Arena | None) -> Tensor:
         """Allocate panels for [N, K], whose channels past the last are zero and others uninitialised."""
         count = -(-n // self.width)
         panels = torch.empty(count, k, self.width) if arena is None else arena.empty(count, k, self.width)
@@ -125,7 +125,7 @@ class Packed(Panels):
         count, k, width = w.tensors[0].shape
         return w.tensors[0].transpose(1, 2).reshape(count * width, k)[: w.shape.out_features]
 
-    def look_up(self, ids: Tensor, w: Linear) -> Tensor:
+    def embedding_lookup(self, ids: Tensor, w: Linear) -> Tensor:
         return w.tensors[0][ids // self.width, :, ids % self.width]
 
 

@@ -131,17 +131,17 @@ class HostExperts:
             raise IndexError(f"no such layer, token or expert on the host: layer {layer}, pairs {pairs.tolist()[:8]}")
         return out
 
-    def attach(self, mail: HostExpertQueue) -> None:
+    def attach(self, queue: HostExpertQueue) -> None:
         """Serve this queue from now on, instead of any other."""
         self.detach()
         if self._library is None:
-            self._reader = _Reader(self, mail)
+            self._reader = _Reader(self, queue)
             return
         self._library.host_experts_attach(
-            self._handle, mail.header.data_ptr(), mail.pairs.data_ptr(), mail.x.data_ptr(), mail.out.data_ptr(),
-            len(mail.pairs), len(mail.x),
+            self._handle, queue.header.data_ptr(), queue.pairs.data_ptr(), queue.x.data_ptr(), queue.out.data_ptr(),
+            len(queue.pairs), len(queue.x),
         )
-        self._mail = mail  # keeps its memory alive
+        self._queue = queue  # keeps its memory alive
 
     def detach(self) -> None:
         if self._reader is not None:
@@ -208,20 +208,20 @@ def available_cores() -> int:
 class _Reader:
     """A thread that reads the queue if there is no native library."""
 
-    def __init__(self, experts: HostExperts, mail: HostExpertQueue) -> None:
-        self._experts, self._mail = experts, mail
-        self._leaving = threading.Event()
+    def __init__(self, experts: HostExperts, queue: HostExpertQueue) -> None:
+        self._experts, self._queue = experts, queue
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._read, name="host-experts", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._leaving.set()
+        self._stopping.set()
         self._thread.join()
 
     def _read(self) -> None:
-        header = self._mail.header
+        header = self._queue.header
         turn = int(header[DONE])
-        while not self._leaving.is_set():
+        while not self._stopping.is_set():
             if (posted := int(header[POSTED])) == turn:
                 time.sleep(NAP)
                 continue
@@ -233,5 +233,5 @@ class _Reader:
             header[DONE] = turn
 
     def _answer(self, layer: int, count: int, tokens: int) -> None:
-        rows = self._experts.run(layer, self._mail.x[:tokens], self._mail.pairs[:count])
-        self._mail.out[:count] = rows
+        rows = self._experts.run(layer, self._queue.x[:tokens], self._queue.pairs[:count])
+        self._queue.out[:count] = rows

@@ -37,7 +37,7 @@ class LayerExperts(Protocol):
     """The experts of one layer, in any kind of memory."""
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: LocalExperts | None = None) -> Tensor:
+                local: LocalExperts | None = None) -> Tensor:
         """Return the mixture [T, H] of x [T, H] by the router's scores [T, E], as `mixture` of this module does."""
         ...
 
@@ -50,36 +50,36 @@ class ResidentExperts:
     second: Experts
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: LocalExperts | None = None) -> Tensor:
-        return mixture(x, scores, self.first, self.second, k, renormalize, limit, own)
+                local: LocalExperts | None = None) -> Tensor:
+        return mixture(x, scores, self.first, self.second, k, renormalize, limit, local)
 
 
 def mixture(
     x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None = None,
-    own: LocalExperts | None = None,
+    local: LocalExperts | None = None,
 ) -> Tensor:
     """Compute the mixture, x [T, H], scores [T, E] -> [T, H], of the k experts with each token's highest scores.
 
     `first` [E, 2I, H] and `second` [E, H, I] are the experts' two products. With a `limit` the activation is the
-    clamped SwiGLU with gate and up rows interleaved, without it SiLU-mul with all gate rows before the up rows. `own`:
-    the experts that the stacks hold, whose share of the sum is returned; None: all.
+    clamped SwiGLU with gate and up rows interleaved, without it SiLU-mul with all gate rows before the up rows.
+    `local`: the experts that the stacks hold, whose share of the sum is returned; None: all.
     """
     if x.is_cuda:
-        if own is None:
+        if local is None:
             from spillover.kernels.triton.moe.moe import mixture as on_cuda
 
             return on_cuda(x, scores, first, second, k, renormalize, limit)
-        from spillover.kernels.triton.moe.paged_moe import own_mixture
+        from spillover.kernels.triton.moe.paged_moe import local_mixture
 
-        return own_mixture(x, scores, first, second, k, renormalize, limit, own)
-    ids, shares = route(scores, k, renormalize, limit, own)
+        return local_mixture(x, scores, first, second, k, renormalize, limit, local)
+    ids, shares = route(scores, k, renormalize, limit, local)
     return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
 
 
 def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
-          own: LocalExperts | None = None) -> tuple[Tensor, Tensor]:
-    """Route scores [T, E] -> (ids, shares) [T, k] of the experts of each token, on the CPU. `own`: the experts of this
-    rank, with ids from 0 on, while others are OTHER_RANK; None: all.
+          local: LocalExperts | None = None) -> tuple[Tensor, Tensor]:
+    """Route scores [T, E] -> (ids, shares) [T, k] of the experts of each token, on the CPU. `local`: the experts of
+    this rank, with ids from 0 on, while others are OTHER_RANK; None: all.
 
     Shares are rounded as in the reference implementations of the models: those with a `limit` (gpt-oss) take the
     softmax of the chosen scores, the others choose from the softmax of all.
@@ -91,14 +91,16 @@ def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
         shares, ids = scores.float().softmax(-1).topk(k)
         if renormalize:
             shares = shares / shares.sum(-1, keepdim=True)
-    if own is not None and own.rows is not None:
-        own.rows.add_(torch.bincount(ids.flatten() // len(own), minlength=len(own.rows)))
-    return here(ids, own), shares
+    if local is not None and local.rows is not None:
+        local.rows.add_(torch.bincount(ids.flatten() // len(local), minlength=len(local.rows)))
+    return local_ids(ids, local), shares
 
 
-def here(ids: Tensor, own: LocalExperts | None) -> Tensor:
+def local_ids(ids: Tensor, local: LocalExperts | None) -> Tensor:
     """Return the ids of experts within this rank's range, and OTHER_RANK for those of other ranks."""
-    return ids if own is None else torch.where((ids >= own.start) & (ids < own.stop), ids - own.start, OTHER_RANK)
+    if local is None:
+        return ids
+    return torch.where((ids >= local.start) & (ids < local.stop), ids - local.start, OTHER_RANK)
 
 
 def expert_mlp(x: Tensor, first: Experts, second: Experts, index: int, limit: float | None) -> Tensor:

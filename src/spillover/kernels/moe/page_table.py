@@ -79,10 +79,10 @@ class PageTable:
         """Assert that `slot_of` and `owner` are consistent: for tests, and for an idle engine."""
         first, owner, slot_of = self.first.tolist(), self.owner.tolist(), self.slot_of.tolist()
         for layer, row in enumerate(slot_of):
-            there = {expert: slot for expert, slot in enumerate(row) if slot != NONE}
-            assert all(first[layer] <= slot < first[layer + 1] for slot in there.values())
+            resident = {expert: slot for expert, slot in enumerate(row) if slot != NONE}
+            assert all(first[layer] <= slot < first[layer + 1] for slot in resident.values())
             held = {owner[slot]: slot for slot in range(first[layer], first[layer + 1]) if owner[slot] >= 0}
-            assert there == held, f"layer {layer}: experts are in {there}, slots hold {held}"
+            assert resident == held, f"layer {layer}: experts are in {resident}, slots hold {held}"
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,10 @@ def begin_passes(
 ) -> Passes:
     """Begin a mixture in passes. `gemm` and `inner` are Experts.gemm of both stacks and Experts.width of the second."""
     if x.is_cuda:
-        from spillover.kernels.triton.moe.paged_moe import PassedMixture
+        from spillover.kernels.triton.moe.paged_moe import MultiPassMixture
 
-        return PassedMixture(x, scores, k, renormalize, gemm, inner, limit)
-    return PassedMixtureReference(x, scores, k, renormalize, gemm, inner, limit)
+        return MultiPassMixture(x, scores, k, renormalize, gemm, inner, limit)
+    return MultiPassMixtureReference(x, scores, k, renormalize, gemm, inner, limit)
 
 
 def route_reference(
@@ -111,7 +111,7 @@ def paged_mixture_reference(
     return collect_reference(rows, shares, resolution, queue, x.dtype)
 
 
-class PassedMixtureReference:
+class MultiPassMixtureReference:
     def __init__(
         self, x: Tensor, scores: Tensor, k: int, renormalize: bool, gemm: GroupedGemm, inner: int,
         limit: float | None = None,

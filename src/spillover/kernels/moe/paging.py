@@ -13,7 +13,7 @@ import time
 import torch
 from torch import Tensor
 
-from spillover.kernels.moe import host_expert_queue as places
+from spillover.kernels.moe import host_expert_queue as fields
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.page_table import NONE, OLDEST, PATIENCE, PageTable, Resolution
 
@@ -21,11 +21,11 @@ from spillover.kernels.moe.page_table import NONE, OLDEST, PATIENCE, PageTable, 
 def assign_reference(ids: Tensor, hosted: Tensor) -> Resolution:
     """Return a resolution of ids int32 [T, k] whose host pairs are those of experts marked in `hosted` int32 [E]."""
     flat, k = ids.flatten(), ids.shape[1]
-    mine = hosted[flat.long()] > 0
-    pairs = mine.nonzero().flatten().int()
-    to_host = torch.zeros(len(flat), places.PAIR, dtype=torch.int32, device=ids.device)
+    for_host = hosted[flat.long()] > 0
+    pairs = for_host.nonzero().flatten().int()
+    to_host = torch.zeros(len(flat), fields.PAIR, dtype=torch.int32, device=ids.device)
     to_host[: len(pairs), :3] = torch.stack([pairs // k, flat[pairs.long()], pairs], 1)
-    place = torch.where(mine, mine.int().cumsum(0).int() - 1, NONE).int()
+    place = torch.where(for_host, for_host.int().cumsum(0).int() - 1, NONE).int()
     counts = torch.tensor([0, len(pairs)], dtype=torch.int32, device=ids.device)
     return Resolution(counts, ids.new_empty(0, 2), to_host, place)
 
@@ -51,23 +51,23 @@ def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor |
     """
     pairs, k, passes = ids.numel(), ids.shape[1], table.passes(ids.numel())
     step, flat = int(table.step), ids.flatten().tolist()
-    asked = sorted(set(flat))
+    requested = sorted(set(flat))
     slot_of = table.slot_of[layer].tolist()
-    missing = [expert for expert in asked if slot_of[expert] == NONE]
+    missing = [expert for expert in requested if slot_of[expert] == NONE]
     hosted = 0
     if split is not None:
         hosted = min(max(int(split[min(len(missing), len(split) - 1)]), 0), len(missing))
-    with_host = set(sorted(missing, key=lambda expert: (flat.count(expert), -expert))[:hosted])
-    gathered = [expert for expert in missing if expert not in with_host]
+    hosted_experts = set(sorted(missing, key=lambda expert: (flat.count(expert), -expert))[:hosted])
+    gathered = [expert for expert in missing if expert not in hosted_experts]
     counts = torch.zeros(passes, 2, dtype=torch.int32)
     gathers = torch.zeros(passes, pairs, 2, dtype=torch.int32)
     rows = torch.full((passes, table.experts), NONE, dtype=torch.int32)
-    passing = 0
+    num_transit = 0
     for expert in gathered:
-        slot, turn = _vacate(table, layer, step, asked), 0
+        slot, turn = _evict(table, layer, step, requested), 0
         if slot == NONE:
-            turn, place_in = divmod(passing, table.transit)
-            slot, passing = len(table.owner) + place_in, passing + 1
+            turn, place_in = divmod(num_transit, table.transit)
+            slot, num_transit = len(table.owner) + place_in, num_transit + 1
             rows[turn, expert] = slot
         else:
             table.slot_of[layer, expert] = slot
@@ -75,17 +75,17 @@ def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor |
         gathers[turn, counts[turn, 0]] = torch.tensor([expert, slot])
         counts[turn, 0] += 1
     rows[0] = torch.maximum(rows[0], table.slot_of[layer].cpu())
-    table.stamp[layer, asked] = step
-    hits = len(asked) - len(missing)
+    table.stamp[layer, requested] = step
+    hits = len(requested) - len(missing)
     table.totals[layer] += torch.tensor([hits, len(gathered), hosted], device=table.totals.device)
     log = table.log[step % table.log.shape[0], layer]
     log.fill_(-1)
     log[:pairs] = ids.flatten().to(torch.int16).cpu()
 
-    to_host = torch.zeros(pairs, places.PAIR, dtype=torch.int32)
+    to_host = torch.zeros(pairs, fields.PAIR, dtype=torch.int32)
     place = torch.full((pairs,), NONE, dtype=torch.int32)
     for pair, expert in enumerate(flat):
-        if expert in with_host:
+        if expert in hosted_experts:
             row = int(counts[0, 1])
             to_host[row] = torch.tensor([pair // k, expert, pair, 0])
             place[pair] = row
@@ -93,7 +93,7 @@ def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor |
     return Resolution.in_passes(*(each.to(ids.device) for each in (counts, gathers, to_host, place, rows)))
 
 
-def _vacate(table: PageTable, layer: int, step: int, asked: list[int]) -> int:
+def _evict(table: PageTable, layer: int, step: int, requested: list[int]) -> int:
     """Return a slot of the layer that may be filled, or NONE; an expert in it is removed from `table.slot_of`."""
     first, end = table.first[layer : layer + 2].tolist()
     owner = table.owner[first:end].tolist()
@@ -105,7 +105,7 @@ def _vacate(table: PageTable, layer: int, step: int, asked: list[int]) -> int:
         worth, stamp = float(table.worth[layer, expert]), int(table.stamp[layer, expert])
         return worth == math.inf, stamp >= step - 1, worth, -min(step - stamp, OLDEST), slot
 
-    candidates = [slot for slot, expert in enumerate(owner) if expert >= 0 and expert not in asked]
+    candidates = [slot for slot, expert in enumerate(owner) if expert >= 0 and expert not in requested]
     if not candidates:
         return NONE
     slot = min(candidates, key=order)
@@ -118,22 +118,22 @@ def gather_reference(resolution: Resolution, records: Tensor, slots: Tensor) -> 
         slots[slot].copy_(records[expert])
 
 
-def post_reference(x: Tensor, resolution: Resolution, layer: int, mail: HostExpertQueue) -> None:
+def post_reference(x: Tensor, resolution: Resolution, layer: int, queue: HostExpertQueue) -> None:
     """Write the pairs for the host, and their rows of x [T, H], into the queue and increment its turn; do nothing if
     there are none."""
     count = int(resolution.counts[1])
     if count == 0:
         return
     tokens = resolution.hosted[:count, 0].long() if count < x.shape[0] else torch.arange(x.shape[0], device=x.device)
-    mail.x[tokens.cpu()] = x[tokens].float().cpu()
-    mail.pairs[:count] = resolution.hosted[:count].cpu()
-    mail.header[places.LAYER], mail.header[places.COUNT], mail.header[places.TOKENS] = layer, count, x.shape[0]
-    mail.state[places.TURN] += 1
-    mail.header[places.POSTED] = mail.state[places.TURN].cpu()
+    queue.x[tokens.cpu()] = x[tokens].float().cpu()
+    queue.pairs[:count] = resolution.hosted[:count].cpu()
+    queue.header[fields.LAYER], queue.header[fields.COUNT], queue.header[fields.TOKENS] = layer, count, x.shape[0]
+    queue.state[fields.TURN] += 1
+    queue.header[fields.POSTED] = queue.state[fields.TURN].cpu()
 
 
 def collect_reference(
-    rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: HostExpertQueue | None, dtype: torch.dtype,
+    rows: Tensor, shares: Tensor, resolution: Resolution | None, queue: HostExpertQueue | None, dtype: torch.dtype,
     shared: bool = False, patience: int = PATIENCE,
 ) -> Tensor:
     """Add up rows [T * k, H], shares [T, k] -> sum over j of share * row in the order of j, [T, H].
@@ -144,11 +144,11 @@ def collect_reference(
     (tokens, k), hidden = shares.shape, rows.shape[1]
     weights = shares.reshape(-1, 1)
     terms = rows.float() if shared else rows.float() * weights
-    if mail is not None and resolution is not None and int(resolution.counts[1]) > 0:
-        if not mail.state[places.GIVEN_UP] and not _answered(mail, patience):
-            mail.state[places.GIVEN_UP] = mail.header[places.FAILED] = 1
+    if queue is not None and resolution is not None and int(resolution.counts[1]) > 0:
+        if not queue.state[fields.GIVEN_UP] and not _await_answer(queue, patience):
+            queue.state[fields.GIVEN_UP] = queue.header[fields.FAILED] = 1
         hosted = resolution.place >= 0
-        answers = mail.out.to(rows.device)[resolution.place[hosted].long()]
+        answers = queue.out.to(rows.device)[resolution.place[hosted].long()]
         terms[hosted] = answers.to(torch.float32 if shared else rows.dtype).float() * weights[hosted]
     total = torch.zeros(tokens, hidden, device=rows.device)
     for j in range(k):
@@ -156,10 +156,10 @@ def collect_reference(
     return total.to(dtype)
 
 
-def _answered(mail: HostExpertQueue, patience: int) -> bool:
-    turn = int(mail.state[places.TURN])
+def _await_answer(queue: HostExpertQueue, patience: int) -> bool:
+    turn = int(queue.state[fields.TURN])
     for _ in range(patience):
-        if int(mail.header[places.DONE]) - turn >= 0:
+        if int(queue.header[fields.DONE]) - turn >= 0:
             return True
         time.sleep(1e-6)
     return False

@@ -77,13 +77,13 @@ _COUNTS = ("panel_width", "multiplies_codes", "attention_total_floats", "cuda_co
 
 def library() -> ctypes.CDLL | None:
     """Return the kernels, or None if they are turned off or cannot be built."""
-    loaded = _told(_load().library)
+    loaded = _with_torch_threads(_load().library)
     return _traced or loaded
 
 
 def fused() -> ctypes.CDLL | None:
     """Return the library for fused operations; None also while calls are traced, so that each operation is recorded."""
-    return None if _traced is not None else _told(_load().library)
+    return None if _traced is not None else _with_torch_threads(_load().library)
 
 
 @contextlib.contextmanager
@@ -121,8 +121,8 @@ def on_build(callback: build.Progress) -> None:
 
     Must be set before the first use of a kernel. The callback is not called if the library is in the cache.
     """
-    global _tell
-    _tell = callback
+    global _on_progress
+    _on_progress = callback
 
 
 def describe() -> str:
@@ -161,7 +161,7 @@ _record: Callable[[str], AbstractContextManager[object]] | None = None  # record
 _threads = 0  # number of threads that was last set in the library
 
 
-def _told(loaded: ctypes.CDLL | None) -> ctypes.CDLL | None:
+def _with_torch_threads(loaded: ctypes.CDLL | None) -> ctypes.CDLL | None:
     """Set the kernels' number of threads to that of torch, which has no callback for a change of it."""
     global _threads
     if loaded is not None and (threads := torch.get_num_threads()) != _threads:
@@ -170,19 +170,19 @@ def _told(loaded: ctypes.CDLL | None) -> ctypes.CDLL | None:
     return loaded
 
 
-def _say_nothing(done: int, total: int) -> None: ...
+def _ignore_progress(done: int, total: int) -> None: ...
 
 
-_tell: build.Progress = _say_nothing  # until on_build() sets another callback
+_on_progress: build.Progress = _ignore_progress  # until on_build() sets another callback
 
 
 @cache
 def _load() -> _Loaded:
-    asked = os.environ.get("SPILLOVER_NATIVE", "1")
-    if asked == "0":
+    setting = os.environ.get("SPILLOVER_NATIVE", "1")
+    if setting == "0":
         return _Loaded(None, "off (SPILLOVER_NATIVE=0)")
     try:
-        loaded, origin = _open(asked)
+        loaded, origin = _open(setting)
     except (build.BuildError, OSError) as error:
         warnings.warn(f"the native CPU kernels are off, torch's will be used: {error}", RuntimeWarning, stacklevel=3)
         return _Loaded(None, f"off ({error})")
@@ -196,22 +196,22 @@ def _load() -> _Loaded:
     return _Loaded(loaded, note)
 
 
-def _open(asked: str) -> tuple[ctypes.CDLL, str]:
+def _open(setting: str) -> tuple[ctypes.CDLL, str]:
     """Return the library and a description of its origin."""
-    if asked == "1" and (shipped := build.shipped_library()) is not None:
+    if setting == "1" and (shipped := build.shipped_library()) is not None:
         return ctypes.CDLL(str(shipped)), f"shipped as {shipped}"
-    if asked not in ("1", "compile"):
-        return ctypes.CDLL(asked), f"SPILLOVER_NATIVE={asked}"
+    if setting not in ("1", "compile"):
+        return ctypes.CDLL(setting), f"SPILLOVER_NATIVE={setting}"
     command = build.command()
     name = build.library_name(command)
     try:
         path = build.cache_folder() / name
         if not path.exists():
-            build.build(command, path, _tell)
+            build.build(command, path, _on_progress)
         return ctypes.CDLL(str(path)), f"compiled here as {path}"
     except PermissionError:
         # The cache folder is read-only: build for this process alone. A loaded library outlives its file.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, name)
-            build.build(command, path, _tell)
+            build.build(command, path, _on_progress)
             return ctypes.CDLL(str(path)), "compiled for this process alone"

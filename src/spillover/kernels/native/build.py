@@ -105,21 +105,21 @@ def cache_folder(kind: str = "native") -> Path:
     return folder
 
 
-def build(command: list[str], path: Path, tell: Progress, sources: Sequence[Path] = SOURCES) -> None:
+def build(command: list[str], path: Path, progress: Progress, sources: Sequence[Path] = SOURCES) -> None:
     """Write the library to `path`, unless another process does so first.
 
     An interrupted build removes its temporary folder; the folder of a killed build is removed by the next one.
     """
-    tell(0, len(sources))
-    with _only_build(path, lambda done: tell(done, len(sources))) as alone:
+    progress(0, len(sources))
+    with _only_build(path, lambda done: progress(done, len(sources))) as alone:
         if alone:
             for left in path.parent.glob(f"{_PREFIX}*"):
                 shutil.rmtree(left, ignore_errors=True)
         if path.exists():
-            tell(len(sources), len(sources))
+            progress(len(sources), len(sources))
             return
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=_PREFIX) as folder:
-            objects = _compile(command, sources, Path(folder), tell)
+            objects = _compile(command, sources, Path(folder), progress)
             linked = Path(folder, path.name)
             link = [command[0], *LINK_FLAGS, *objects, "-o", str(linked)]
             done = subprocess.run(link, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
@@ -128,7 +128,7 @@ def build(command: list[str], path: Path, tell: Progress, sources: Sequence[Path
             os.replace(linked, path)
 
 
-def _compile(command: list[str], sources: Sequence[Path], folder: Path, tell: Progress) -> list[str]:
+def _compile(command: list[str], sources: Sequence[Path], folder: Path, progress: Progress) -> list[str]:
     """Compile the sources into `folder`, at most one per core at a time, the slowest first."""
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     waiting = sorted(zip(sources, objects, strict=True), key=lambda pair: not pair[0].stem.startswith(_LONGEST))
@@ -147,7 +147,7 @@ def _compile(command: list[str], sources: Sequence[Path], folder: Path, tell: Pr
                 if process.returncode:
                     reason = _reason(log.read_text(errors="replace"), process.returncode)
                     raise BuildError(f"{command[0]} failed: {reason}")
-                tell(len(sources) - len(waiting) - len(running), len(sources))
+                progress(len(sources) - len(waiting) - len(running), len(sources))
             if not ended:
                 time.sleep(_POLL_SECONDS)
     finally:
@@ -166,19 +166,19 @@ def _cores() -> int:
 
 
 @contextlib.contextmanager
-def _only_build(path: Path, waited: Callable[[int], None]) -> Iterator[bool]:
+def _only_build(path: Path, progress: Callable[[int], None]) -> Iterator[bool]:
     """Hold the folder's lock, which the system releases when its holder exits; yield False if it was not acquired.
 
-    `waited` is called with the number of sources that the lock's holder has compiled.
+    `progress` is called with the number of sources that the lock's holder has compiled.
     """
     opened = os.open(path.parent, os.O_RDONLY)
     try:
-        yield _locked(opened, path, waited)
+        yield _locked(opened, path, progress)
     finally:
         os.close(opened)
 
 
-def _locked(opened: int, path: Path, waited: Callable[[int], None]) -> bool:
+def _locked(opened: int, path: Path, progress: Callable[[int], None]) -> bool:
     deadline, seen = time.monotonic() + _LOCK_SECONDS, 0
     while True:
         try:
@@ -191,7 +191,7 @@ def _locked(opened: int, path: Path, waited: Callable[[int], None]) -> bool:
             return False
         done = len(list(path.parent.glob(f"{_PREFIX}*/*.o")))
         if done > seen:
-            waited(seen := done)
+            progress(seen := done)
         time.sleep(_POLL_SECONDS)
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import pdl_options
 
 _BLOCK = 1024
 
@@ -20,7 +20,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
         _gate[(rows, triton.cdiv(width, _BLOCK))](
-            x, out, width, BLOCK=_BLOCK, num_warps=4, **early(x.device, wanted=rows == 1)
+            x, out, width, BLOCK=_BLOCK, num_warps=4, **pdl_options(x.device, wanted=rows == 1)
         )
     return out
 

@@ -50,14 +50,14 @@ def _encode(
     PADDED: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, CODES: tl.constexpr,
 ):
     inside, start = _head(KEYS, HEADS, DIM, BLOCK)
-    places, there = _places(KEYS, DIM, PADDED, BLOCK, TOKENS)
+    places, valid = _places(KEYS, DIM, PADDED, BLOCK, TOKENS)
     source = pool + tl.load(blocks + tl.program_id(0)) * block_stride + inside * (BLOCK * DIM)
-    x = tl.load(source + _pool_places(pool, places, KEYS, DIM, PADDED, BLOCK, TOKENS), mask=there, other=0)
+    x = tl.load(source + _pool_places(pool, places, KEYS, DIM, PADDED, BLOCK, TOKENS), mask=valid, other=0)
     x = x.to(tl.float32)
     top = tl.max(tl.abs(x), 0 if KEYS else 1)
     scale = tl.div_rn(top, tl.full(top.shape, 448.0 if CODES == 1 else 127.0, tl.float32))
     wide = tl.zeros_like(x) + (scale[None, :] if KEYS else scale[:, None])
-    tl.store(codes + start + places, encode(x, wide, CODES), mask=there)
+    tl.store(codes + start + places, encode(x, wide, CODES), mask=valid)
     t = tl.arange(0, TOKENS)
     tl.store(scales + (start + BLOCK * DIM) // 4 + t, scale, mask=t < BLOCK)
 
@@ -68,14 +68,14 @@ def _decode(
     PADDED: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, CODES: tl.constexpr,
 ):
     inside, start = _head(KEYS, HEADS, DIM, BLOCK)
-    places, there = _places(KEYS, DIM, PADDED, BLOCK, TOKENS)
+    places, valid = _places(KEYS, DIM, PADDED, BLOCK, TOKENS)
     t = tl.arange(0, TOKENS)
     scale = tl.load(scales + (start + BLOCK * DIM) // 4 + t, mask=t < BLOCK, other=0)
-    x = decode(tl.load(codes + start + places, mask=there, other=0), tl.float32, CODES)
+    x = decode(tl.load(codes + start + places, mask=valid, other=0), tl.float32, CODES)
     x *= scale[None, :] if KEYS else scale[:, None]
     target = pool + tl.load(blocks + tl.program_id(0)) * block_stride + inside * (BLOCK * DIM)
     tl.store(target + _pool_places(pool, places, KEYS, DIM, PADDED, BLOCK, TOKENS), x.to(pool.dtype.element_ty),
-             mask=there)
+             mask=valid)
 
 
 @triton.jit
@@ -92,10 +92,10 @@ def _places(KEYS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: 
     """Return the offsets of a head's codes, keys [DIM, BLOCK] and values [BLOCK, DIM], and a mask of the valid ones."""
     d, t = tl.arange(0, PADDED), tl.arange(0, TOKENS)
     if KEYS:
-        places, there = d[:, None] * BLOCK + t[None, :], (d < DIM)[:, None] & (t < BLOCK)[None, :]
+        places, valid = d[:, None] * BLOCK + t[None, :], (d < DIM)[:, None] & (t < BLOCK)[None, :]
     else:
-        places, there = t[:, None] * DIM + d[None, :], (t < BLOCK)[:, None] & (d < DIM)[None, :]
-    return places, there
+        places, valid = t[:, None] * DIM + d[None, :], (t < BLOCK)[:, None] & (d < DIM)[None, :]
+    return places, valid
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import pdl_options
 
 CHUNK = 4096
 _WEIGHT_SCALE = tl.constexpr(1099511627776.0)  # 2**40: the weight of the likeliest token
@@ -33,7 +33,7 @@ def draw(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor, host
     sums = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
     padded = triton.next_power_of_2(chunks)
     stride = logits.stride(0)
-    options = early(logits.device)
+    options = pdl_options(logits.device)
     _peaks[(rows, chunks)](logits, peaks, places, stride, vocab, CHUNK=CHUNK, num_warps=4, **options)
     _sums[(rows, chunks)](logits, peaks, temperature, sums, stride, vocab, chunks, CHUNK=CHUNK, CHUNKS=padded,
                           num_warps=4, **options)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import pdl_options
 
 CHANNELS = {4: 7, 8: 4}  # by output channels per program: number of such programs that share a multiprocessor
 STEP = 1024  # columns of the inner dimension per iteration
@@ -35,7 +35,7 @@ def _run(x: Tensor, w: Tensor, bias: Tensor | None, channels: int, gated: bool) 
     _gemv[(triton.cdiv(channels, each),)](
         x, w, w if bias is None else bias, out, channels, inner, w.stride(0),
         CHANNELS=each, STEP=STEP, EVEN=inner % STEP == 0, BIAS=bias is not None, GATED=gated,
-        num_warps=WARPS, num_stages=4, **early(x.device),
+        num_warps=WARPS, num_stages=4, **pdl_options(x.device),
     )
     return out
 

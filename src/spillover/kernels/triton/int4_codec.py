@@ -16,7 +16,7 @@ from torch import Tensor
 from spillover.kernels.kv_int4 import SCALE_BYTES, chunk_of
 from spillover.kernels.triton.attention.ordered_tile import keys_by_token
 from spillover.kernels.triton.codes import CODES, decode, encode
-from spillover.kernels.triton.launch import AS_WRITTEN
+from spillover.kernels.triton.launch import NO_FUSION
 
 
 def encode_blocks(pool: Tensor, blocks: Tensor, block_size: int, pool_dtype: str = "auto") -> Tensor:
@@ -49,7 +49,7 @@ def _run(kernel: Any, codes: Tensor, pool: Tensor, blocks: Tensor, block_size: i
                 pool, scales, blocks, codes, codes.view(torch.int16), pool.stride(0), KEYS=keys, HEADS=heads, DIM=dim,
                 PADDED=triton.next_power_of_2(dim), STAGES=chunk_of(dim).bit_length() - 1,
                 BLOCK=block_size, TOKENS=triton.next_power_of_2(block_size), SIZE=size, CODES=CODES[pool_dtype],
-                **AS_WRITTEN,  # an eight-bit code times its scale is rounded before it is added
+                **NO_FUSION,  # an eight-bit code times its scale is rounded before it is added
             )
 
 
@@ -61,8 +61,8 @@ def _encode(
 ):
     inside, start = _head(KEYS, HEADS, DIM, BLOCK)
     source = tl.load(blocks + tl.program_id(0)) * block_stride + inside * SIZE
-    places, there = _places(pool, KEYS, DIM, PADDED, BLOCK, TOKENS)
-    x = tl.load(pool + source + places, mask=there, other=0)
+    places, valid = _places(pool, KEYS, DIM, PADDED, BLOCK, TOKENS)
+    x = tl.load(pool + source + places, mask=valid, other=0)
     t, pair = tl.arange(0, TOKENS), tl.arange(0, PADDED // 2)
     if CODES == 0:
         x = x.to(tl.float32)
@@ -79,8 +79,8 @@ def _encode(
     code = tl.minimum(tl.maximum(ratio, 0.0), 15.0).to(tl.int32)
     low, high = tl.split(tl.reshape(code, (TOKENS, PADDED // 2, 2)))
     places = pair[None, :] * BLOCK + t[:, None]
-    there = (t < BLOCK)[:, None] & (pair < DIM // 2)[None, :]
-    tl.store(codes + start + places, (low | (high << 4)).to(tl.uint8), mask=there)
+    valid = (t < BLOCK)[:, None] & (pair < DIM // 2)[None, :]
+    tl.store(codes + start + places, (low | (high << 4)).to(tl.uint8), mask=valid)
     tl.store(steps + (start + BLOCK * (DIM // 2)) // 2 + t, half.to(tl.int16), mask=t < BLOCK)
 
 
@@ -92,24 +92,24 @@ def _decode(
 ):
     inside, start = _head(KEYS, HEADS, DIM, BLOCK)
     t, pair = tl.arange(0, TOKENS), tl.arange(0, PADDED // 2)
-    there = (t < BLOCK)[:, None] & (pair < DIM // 2)[None, :]
-    both = tl.load(codes + start + pair[None, :] * BLOCK + t[:, None], mask=there, other=0).to(tl.int32)
+    valid = (t < BLOCK)[:, None] & (pair < DIM // 2)[None, :]
+    both = tl.load(codes + start + pair[None, :] * BLOCK + t[:, None], mask=valid, other=0).to(tl.int32)
     half = tl.load(steps + (start + BLOCK * (DIM // 2)) // 2 + t, mask=t < BLOCK, other=0)
     step = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     x = tl.reshape(tl.join(both & 15, both >> 4), (TOKENS, PADDED)).to(tl.float32) - 7.5
     # DIM is a multiple of the chunk, so the decoded padding stays within the padding.
     x = _rotate(x * step[:, None], PADDED, STAGES, TOKENS) * (1.0 / (1 << STAGES))
-    places, there = _places(pool, KEYS, DIM, PADDED, BLOCK, TOKENS)
+    places, valid = _places(pool, KEYS, DIM, PADDED, BLOCK, TOKENS)
     target = tl.load(blocks + tl.program_id(0)) * block_stride + inside * SIZE
     if CODES == 0:
         if pool.dtype.element_ty == tl.float16:  # rounding errors near the maximum must not become infinity
             x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-        tl.store(pool + target + places, x.to(pool.dtype.element_ty), mask=there)
+        tl.store(pool + target + places, x.to(pool.dtype.element_ty), mask=valid)
     else:
-        x = tl.where(there, x, 0.0)
+        x = tl.where(valid, x, 0.0)
         top = tl.max(tl.abs(x), 1)
         scale = tl.div_rn(top, tl.full(top.shape, 448.0 if CODES == 1 else 127.0, tl.float32))
-        tl.store(pool + target + places, encode(x, tl.zeros_like(x) + scale[:, None], CODES), mask=there)
+        tl.store(pool + target + places, encode(x, tl.zeros_like(x) + scale[:, None], CODES), mask=valid)
         tl.store(scales + (target + BLOCK * DIM) // 4 + t, scale, mask=t < BLOCK)
 
 
@@ -138,9 +138,9 @@ def _places(pool, KEYS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, B
             TOKENS: tl.constexpr):
     """Return the offsets of a head's numbers [TOKENS, PADDED] in the pool, and a mask of the valid ones."""
     t, d = tl.arange(0, TOKENS), tl.arange(0, PADDED)
-    there = (t < BLOCK)[:, None] & (d < DIM)[None, :]
+    valid = (t < BLOCK)[:, None] & (d < DIM)[None, :]
     if KEYS and not keys_by_token(pool):
         places = t[:, None] + d[None, :] * BLOCK
     else:
         places = t[:, None] * DIM + d[None, :]
-    return places, there
+    return places, valid

@@ -19,10 +19,10 @@ from spillover.kernels.cuda.driver.compiled import prefer_shared_memory
 ALLOWED = True
 # Launch arguments of kernels whose results must equal those of other kernels bit for bit: a product and a sum are fused
 # into one instruction only where the code calls `tl.fma`. The compiler's own choice would differ from kernel to kernel.
-AS_WRITTEN: dict[str, Any] = {"enable_fp_fusion": False}
+NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
 
 
-def early(device: torch.device, wanted: bool = True) -> dict[str, Any]:
+def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, Any]:
     """Return the arguments for a launch on this device: the kernel's EARLY, and the launcher's `launch_pdl`."""
     if wanted and ALLOWED and device.type == "cuda" and _capable(device):
         return {"EARLY": True, "launch_pdl": True}

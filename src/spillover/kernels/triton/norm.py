@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spillover.kernels.triton.launch import AS_WRITTEN, early
+from spillover.kernels.triton.launch import NO_FUSION, pdl_options
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
@@ -20,7 +20,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
         _add_rms_norm[(rows,)](
             x, residual, weight, normed, total, eps, x.stride(0), residual.stride(0),
             WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=_warps(width),
-            **AS_WRITTEN, **early(x.device, begin_early),
+            **NO_FUSION, **pdl_options(x.device, begin_early),
         )
     return normed, total
 
@@ -28,8 +28,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise x [T, D] -> [T, D]; its rows may have any stride."""
     rows, width = x.shape
-    nothing = torch.zeros(1, width, dtype=x.dtype, device=x.device).expand(rows, width)
-    return add_rms_norm(x, nothing, weight, eps)[0]
+    zeros = torch.zeros(1, width, dtype=x.dtype, device=x.device).expand(rows, width)
+    return add_rms_norm(x, zeros, weight, eps)[0]
 
 
 def _warps(width: int) -> int:

@@ -65,8 +65,8 @@ def _keep_likely(logits_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min
     if top_p < 1:
         weight_above = _measure(logits_ptr, vocab, peak, divisor, least, kth, True, BITS, CHUNK)
         one = _key_weight(kth, peak, divisor, BITS)
-        there = _measure(logits_ptr, vocab, peak, divisor, least, kth - 1, False, BITS, CHUNK) - above
-        whole = weight_above + one * tl.minimum(equals, there)
+        num_equal = _measure(logits_ptr, vocab, peak, divisor, least, kth - 1, False, BITS, CHUNK) - above
+        whole = weight_above + one * tl.minimum(equals, num_equal)
         limit = top_p * whole.to(tl.float64)
         # Find the smallest key with less weight than the limit above it.
         low = tl.zeros((), tl.int64)

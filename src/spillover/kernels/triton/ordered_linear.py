@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from spillover.kernels.cuda import ordered_gemm
 from spillover.kernels.extents import WIDE_CHANNELS, product_chunks
 from spillover.kernels.triton.activation import silu_and_mul
-from spillover.kernels.triton.launch import AS_WRITTEN, early
+from spillover.kernels.triton.launch import NO_FUSION, pdl_options
 from spillover.kernels.triton.norm import add_rms_norm, pairwise_sum, scaled
 
 FEW = 16  # maximum number of rows for `_few_rows`
@@ -81,8 +81,8 @@ def ordered_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: Tile 
     """Multiply x [T, K] by w [N, K], with bias [N] -> [T, N]. `tile` forces the Triton kernel with this tile."""
     rows, channels = x.shape[0], w.shape[0]
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
-    if rows and (tile is not None or rows > FEW) and x.element_size() == 2 and _describable(x, w):
-        if tile is not None or not ordered_gemm.multiply(x, w, bias, out, early(x.device)["EARLY"]):
+    if rows and (tile is not None or rows > FEW) and x.element_size() == 2 and _tma_readable(x, w):
+        if tile is not None or not ordered_gemm.multiply(x, w, bias, out, pdl_options(x.device)["EARLY"]):
             _launch_many(x, w, bias, out, tile or _tile(rows, channels, w.shape[1]))
     elif rows:
         _launch_few(x, w, bias, out, False)
@@ -93,8 +93,8 @@ def ordered_linear_silu(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Ten
     """Multiply x [T, K] by w [2I, K], the gate's rows first -> silu(gate) * up [T, I]."""
     out = torch.empty(x.shape[0], w.shape[0] // 2, dtype=x.dtype, device=x.device)
     if len(out) > FEW:
-        fused = x.element_size() == 2 and _describable(x, w)
-        if not fused or not ordered_gemm.multiply(x, w, bias, out, early(x.device)["EARLY"], gated=True):
+        fused = x.element_size() == 2 and _tma_readable(x, w)
+        if not fused or not ordered_gemm.multiply(x, w, bias, out, pdl_options(x.device)["EARLY"], gated=True):
             return silu_and_mul(ordered_linear(x, w, bias))
     elif len(out):
         _launch_few(x, w, bias, out, True)
@@ -140,8 +140,8 @@ def _launch_ahead(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated:
         x, x if residual is None else residual, x if norm is None else norm, w, w if bias is None else bias, out,
         out if total is None else total, eps, rows, channels, x.stride(0), w.stride(0), CHUNKS=chunks, CHUNK=chunk,
         STEP=step, ROWS=AHEAD_ROWS, REAL=1 if rows == 1 else AHEAD_ROWS, CHANNELS=width, NORM=norm is not None,
-        BIAS=bias is not None, GATED=gated, num_warps=AHEAD_WARPS, **AS_WRITTEN,
-        **early(x.device),
+        BIAS=bias is not None, GATED=gated, num_warps=AHEAD_WARPS, **NO_FUSION,
+        **pdl_options(x.device),
     )
 
 
@@ -163,7 +163,7 @@ def _launch_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: b
     _few_rows[(triton.cdiv(rows, height) * triton.cdiv(channels, width),)](
         x, w, w if bias is None else bias, out, rows, channels, inner, chunk, x.stride(0), w.stride(0), CHUNKS=chunks,
         ROWS=height, CHANNELS=width, STEP=step, EVEN=inner == chunks * chunk, BIAS=bias is not None, GATED=gated,
-        num_warps=4, num_stages=stages, **early(x.device),
+        num_warps=4, num_stages=stages, **pdl_options(x.device),
     )
 
 
@@ -191,7 +191,7 @@ def _launch_many(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, tile: T
         TensorDescriptor.from_tensor(w, [tile.channels, tile.step]), w if bias is None else bias, out, sums, arrivals,
         rows, channels, inner, chunk, CHUNKS=chunks, SPREAD=spread, ROWS=tile.rows, CHANNELS=tile.channels,
         STEP=tile.step, BAND=BAND, FLIP=tile.flip, BIAS=bias is not None, num_warps=tile.warps,
-        num_stages=tile.stages, **early(x.device),
+        num_stages=tile.stages, **pdl_options(x.device),
     )
 
 
@@ -208,7 +208,7 @@ def _tile(rows: int, channels: int, inner: int) -> Tile:
     return tiles.narrow if channels <= NARROW else tiles.middle if channels <= MIDDLE else tiles.broad
 
 
-def _describable(x: Tensor, w: Tensor) -> bool:
+def _tma_readable(x: Tensor, w: Tensor) -> bool:
     """Return whether the tensor memory accelerator can read both: rows must begin at multiples of 16 bytes."""
     return all(each.data_ptr() % 16 == 0 and each.stride(0) * each.element_size() % 16 == 0 and each.stride(1) == 1
                for each in (x, w))

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.triton.attention.ordered_tile import keys_by_token
 from spillover.kernels.triton.codes import CODES, encode
-from spillover.kernels.triton.launch import AS_WRITTEN, early
+from spillover.kernels.triton.launch import NO_FUSION, pdl_options
 from spillover.kernels.triton.norm import pairwise_sum, scaled
 
 TOKENS = 16  # tokens per program
@@ -58,8 +58,8 @@ def norm_rope_store(
         *kv_layer.stride()[:3],
         HEADS=num_heads, KV_HEADS=kv_heads, TOGETHER=together, HALF=dim // 2,
         PADDED=triton.next_power_of_2(dim // 2), TOKENS=TOKENS, BLOCK=block_size, NORM=q_norm is not None,
-        SLOTS=slots is not None, CODES=CODES[kv_dtype], PROMPTS=prompts, num_warps=WARPS, **AS_WRITTEN,
-        **early(kv_layer.device),
+        SLOTS=slots is not None, CODES=CODES[kv_dtype], PROMPTS=prompts, num_warps=WARPS, **NO_FUSION,
+        **pdl_options(kv_layer.device),
     )
 
 
@@ -99,16 +99,16 @@ def _norm_rope_store(
     offset = (position % BLOCK).to(tl.int32)
     blocks = kv_ptr + block.to(tl.int64) * block_stride  # [TOKENS]
     for head in range(first, first + TOGETHER):
-        here = qkv_ptr + token.to(tl.int64)[:, None] * row_stride + head * (2 * HALF) + d[None, :]
-        low = tl.load(here, mask=inside, other=0.0).to(tl.float32)
-        high = tl.load(here + HALF, mask=inside, other=0.0).to(tl.float32)
+        head_ptr = qkv_ptr + token.to(tl.int64)[:, None] * row_stride + head * (2 * HALF) + d[None, :]
+        low = tl.load(head_ptr, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(head_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
         if head < HEADS + KV_HEADS:
             if NORM:
                 low, high = norm_heads(low, high, low_norm, high_norm, eps, 2 * HALF, TOKENS, PADDED, dtype)
             low, high = rotate(low, high, cos, sin, dtype)
         if head < HEADS:
-            tl.store(here, low.to(dtype), mask=inside)
-            tl.store(here + HALF, high.to(dtype), mask=inside)
+            tl.store(head_ptr, low.to(dtype), mask=inside)
+            tl.store(head_ptr + HALF, high.to(dtype), mask=inside)
         else:
             if CODES > 0:
                 largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))  # [TOKENS]
@@ -132,9 +132,9 @@ def _norm_rope_store(
                 keys = slab[None, :] + (d * BLOCK)[:, None] + offset[None, :]  # [PADDED, TOKENS]
                 if PROMPTS:
                     keys = tl.max_contiguous(keys, [1, TOKENS])
-                there = real[None, :] & (d < HALF)[:, None]
-                tl.store(keys, tl.trans(low_code), mask=there)
-                tl.store(keys + HALF * BLOCK, tl.trans(high_code), mask=there)
+                valid = real[None, :] & (d < HALF)[:, None]
+                tl.store(keys, tl.trans(low_code), mask=valid)
+                tl.store(keys + HALF * BLOCK, tl.trans(high_code), mask=valid)
             if CODES > 0:
                 scales = (slab + BLOCK * 2 * HALF).to(tl.pointer_type(tl.float32))
                 tl.store(scales + offset, scale, mask=real)

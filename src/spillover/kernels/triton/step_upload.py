@@ -11,12 +11,12 @@ _BLOCK = 256
 _WORDS = 512  # words of eight bytes that one program copies
 
 
-def bring(to: Tensor, pinned: Tensor, nbytes: int) -> None:
+def copy_inputs(to: Tensor, pinned: Tensor, nbytes: int) -> None:
     """Copy the first `nbytes` of `pinned`, in host memory, to the device; both are int64. A kernel that reads over the
     link starts sooner after the previous kernel than a copy would, and the next kernel starts sooner after it."""
     words = triton.cdiv(nbytes, 8)
     if words:
-        _bring[(triton.cdiv(words, _WORDS),)](to, pinned, words, WORDS=_WORDS, num_warps=4)
+        _copy_inputs[(triton.cdiv(words, _WORDS),)](to, pinned, words, WORDS=_WORDS, num_warps=4)
 
 
 def fill_tokens(token_ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
@@ -35,7 +35,7 @@ def update_tables(tables: Tensor, updates: Tensor, most: int) -> None:
 
 
 @triton.jit(do_not_specialize=["words"])
-def _bring(to_ptr, from_ptr, words, WORDS: tl.constexpr):
+def _copy_inputs(to_ptr, from_ptr, words, WORDS: tl.constexpr):
     i = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     tl.store(to_ptr + i, tl.load(from_ptr + i, mask=i < words), mask=i < words)
 

@@ -65,7 +65,7 @@ class Missing:
     install: str
 
     def __str__(self) -> str:
-        return f"skipped: {self.reason}; to have it: {self.install}"
+        return f"skipped: {self.reason}; needed: {self.install}"
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ def hf_folder(model: str | None) -> str:
     except subprocess.TimeoutExpired as error:
         raise SpilloverError(f"spill export {model or 'default'} took longer than {EXPORT_SECONDS:.0f} s") from error
     if done.returncode:
-        said = re.sub(r"^spill: ", "", (done.stderr or done.stdout).strip())
-        raise SpilloverError(f"{model or 'the default model'} cannot be exported to a Hugging Face folder: {said}")
+        message = re.sub(r"^spill: ", "", (done.stderr or done.stdout).strip())
+        raise SpilloverError(f"{model or 'the default model'} cannot be exported to a Hugging Face folder: {message}")
     return done.stdout.strip().splitlines()[-1]
 
 

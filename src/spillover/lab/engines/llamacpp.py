@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from spillover.errors import SpilloverError
 from spillover.lab.engines.base import CacheReset, EngineSpec, Missing
 from spillover.lab.engines.flags import FlagStyle, to_flags
-from spillover.lab.engines.owned import OwnedEngine, ask, has_module, interpreter, module_version, not_found
+from spillover.lab.engines.owned import OwnedEngine, has_module, interpreter, module_version, not_found, run_python
 from spillover.lab.engines.process import HOST
 from spillover.lab.engines.spillover import spill
 
@@ -45,17 +45,17 @@ class LlamaCppEngine(OwnedEngine):
         # -P: the adapters' own folder must not be searched for modules.
         start = [program] if program is not None else [interpreter(self.spec), "-P", str(SERVER)]
         slots = str(Path(tempfile.gettempdir()) / "spillover-lab-slots")  # required for erasing slots
-        telling: dict[str, Any] = {"metrics": True, "slots": True, "slot-save-path": slots}
+        reporting: dict[str, Any] = {"metrics": True, "slots": True, "slot-save-path": slots}
         return [*start, *self._model(), "--host", HOST, "--port", str(port),
-                *to_flags(telling | dict(self.spec.args), STYLE)]
+                *to_flags(reporting | dict(self.spec.args), STYLE)]
 
     def version(self) -> str:
         props = self.get_json("/props")
-        told = str(props.get("build_info", "")) if isinstance(props, dict) else ""
+        reply = str(props.get("build_info", "")) if isinstance(props, dict) else ""
         if server_program(self.spec) is not None:
-            return told or "unknown"
+            return reply or "unknown"
         return f"xllamacpp {module_version(interpreter(self.spec), 'xllamacpp')}" + (
-            f" ({told})" if told and "unknown" not in told else "")
+            f" ({reply})" if reply and "unknown" not in reply else "")
 
     def reset_cache(self) -> CacheReset:
         """Erase the slots; prompts that were moved to the prompt cache in host memory stay."""
@@ -94,7 +94,8 @@ def devices(spec: EngineSpec) -> str:
     """Return the devices that llama.cpp can compute on, as it lists them."""
     program = server_program(spec)
     if program is None:
-        return ask(interpreter(spec), "import xllamacpp as x; print([d['name'] for d in x.get_device_info()])") or ""
+        code = "import xllamacpp as x; print([d['name'] for d in x.get_device_info()])"
+        return run_python(interpreter(spec), code) or ""
     try:
         return subprocess.run([program, "--list-devices"], capture_output=True, text=True, timeout=60,
                               check=False).stdout

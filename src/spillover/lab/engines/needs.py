@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from spillover.errors import SpilloverError
 from spillover.lab.engines.base import EngineSpec, Missing
-from spillover.lab.engines.owned import ask, cuda_devices, has_module, interpreter
+from spillover.lab.engines.owned import cuda_devices, has_module, interpreter, run_python
 
 DECLARED = "SPILLOVER_HAS"
 
@@ -23,7 +23,7 @@ def unmet(spec: EngineSpec) -> Missing | None:
     for need in needs_of(spec):
         name, _, detail = need.partition(":")
         if name not in _CHECKS:
-            raise SpilloverError(f"a preset's needs has '{need}', which is not known; known are {', '.join(_CHECKS)}")
+            raise SpilloverError(f"a preset's needs has '{need}', which is unknown; it takes {', '.join(_CHECKS)}")
         absent = _CHECKS[name](spec, detail)
         if absent is not None:
             return absent
@@ -67,7 +67,7 @@ def _module(spec: EngineSpec, detail: str) -> Missing | None:
 
 def _vllm_uvm(spec: EngineSpec, _detail: str) -> Missing | None:
     code = "import sys, vllm.envs as e; sys.exit('VLLM_USE_UVM' not in e.environment_variables)"
-    if ask(interpreter(spec), code) is not None:
+    if run_python(interpreter(spec), code) is not None:
         return None
     return Missing("this vLLM does not know VLLM_USE_UVM and would run without unified memory",
                    "build a vLLM that allocates with cudaMallocManaged under VLLM_USE_UVM=1")
@@ -85,7 +85,7 @@ def _llamacpp_cuda(spec: EngineSpec, _detail: str) -> Missing | None:
 def _driver(_spec: EngineSpec, detail: str) -> Missing | None:
     if detail in os.environ.get(DECLARED, "").split(","):
         return None
-    return Missing(f"it needs {detail}, which is no part of a stock driver or engine and cannot be tested for",
+    return Missing(f"it needs {detail}, which is not part of a stock driver or engine and cannot be detected",
                    f"set {DECLARED}={detail} on a machine that has it")
 
 

@@ -69,7 +69,7 @@ class OwnedEngine(Engine):
         self._process.check()
         if status_of(self._process.url + self.HEALTH, timeout=30) != 200:
             self._process.check(patience=ENDING_SECONDS)
-            raise EngineFailed("crash", f"{self.kind} lives but no longer answers {self.HEALTH} with 200",
+            raise EngineFailed("crash", f"{self.kind} is running but no longer answers {self.HEALTH} with 200",
                                self._process.tail())
 
     def pids(self) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class OwnedEngine(Engine):
                                self.log()) from error
 
 
-def beside(python: str, program: str) -> str | None:
+def program_beside(python: str, program: str) -> str | None:
     """Return the path of a program installed next to an environment's interpreter; None if there is none."""
     path = Path(python).with_name(program)
     return str(path) if path.exists() else None
@@ -107,7 +107,7 @@ def has_module(python: str, module: str) -> bool:
     if shutil.which(python) is None:
         return False
     code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
-    return ask(python, code) is not None
+    return run_python(python, code) is not None
 
 
 def module_version(python: str, *distributions: str) -> str:
@@ -116,10 +116,10 @@ def module_version(python: str, *distributions: str) -> str:
             f"for name in {distributions!r}:\n"
             "    try: print(m.version(name)); break\n"
             "    except m.PackageNotFoundError: pass")
-    return (ask(python, code) or "").strip()
+    return (run_python(python, code) or "").strip()
 
 
-def ask(python: str, code: str) -> str | None:
+def run_python(python: str, code: str) -> str | None:
     """Return the output of a few lines of Python; None if they fail."""
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd="/",

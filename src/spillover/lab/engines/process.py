@@ -164,16 +164,17 @@ def why_it_ended(status: int, log: str, killed_for_memory: int | None) -> tuple[
     killed for memory since the start (None if unknown)."""
     lines = [line.strip() for line in log.splitlines()]
     killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    ended = f"was killed by signal {-status} ({_signal_name(-status)})" if status < 0 else f"ended with status {status}"
+    ended = (f"was killed by signal {-status} ({_signal_name(-status)})" if status < 0 else
+             f"exited with status {status}")
     exhausted = next((line for line in lines if _OUT_OF_MEMORY.search(line)), None)
     if killed_for_memory:
         return "out of memory", f"{ended}: the kernel killed {'it' if killed else 'a process of it'} for its memory"
     if exhausted is not None:
         return "out of memory", f"{ended}: {_short(exhausted)}"
     if killed and killed_for_memory is None:
-        return "out of memory", f"{ended}, as the kernel does where memory runs out"
+        return "out of memory", f"{ended}, as the kernel does when memory runs out"
     if killed:
-        return "crash", f"{ended}, and not by the kernel for its memory"
+        return "crash", f"{ended}, but not by the kernel for lack of memory"
     last = next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1] if lines else "")
     return "crash", f"{ended}: {_short(last)}" if last else f"{ended} and wrote nothing"
 

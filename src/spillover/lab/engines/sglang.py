@@ -13,7 +13,7 @@ from spillover.lab.engines.process import HOST
 
 STYLE = FlagStyle(has_negative=False)
 # Without these flags it has no counters that a run could be checked against.
-TELLING: dict[str, Any] = {"enable-metrics": True, "enable-cache-report": True}
+REPORTING_ARGS: dict[str, Any] = {"enable-metrics": True, "enable-cache-report": True}
 
 
 class SglangEngine(OwnedEngine):
@@ -36,22 +36,22 @@ class SglangEngine(OwnedEngine):
         return not_found(spec, "SGLang", 'pip install "sglang[all]"')
 
     def command(self, port: int) -> list[str]:
-        args = TELLING | dict(self.spec.args)
+        args = REPORTING_ARGS | dict(self.spec.args)
         return [interpreter(self.spec), "-m", "sglang.launch_server", "--model-path",
                 model_argument(self.spec.model, port), "--host", HOST, "--port", str(port), *to_flags(args, STYLE)]
 
     def version(self) -> str:
-        told = self._server_info().get("version")
-        return str(told) if told else module_version(interpreter(self.spec), "sglang")
+        version = self._server_info().get("version")
+        return str(version) if version else module_version(interpreter(self.spec), "sglang")
 
     def device_pool_tokens(self) -> int | None:
-        told = total(self.metrics(), "sglang:max_total_num_tokens") or self._server_info().get("max_total_num_tokens")
-        return int(told) if told else None
+        tokens = total(self.metrics(), "sglang:max_total_num_tokens") or self._server_info().get("max_total_num_tokens")
+        return int(tokens) if tokens else None
 
     def _server_info(self) -> dict[str, Any]:
         """Return the server's info; the page was renamed in 2025, so both names are tried."""
         for page in ("/server_info", "/get_server_info"):
-            told = self.get_json(page)
-            if isinstance(told, dict):
-                return told
+            info = self.get_json(page)
+            if isinstance(info, dict):
+                return info
         return {}

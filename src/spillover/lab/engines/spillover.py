@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from spillover.lab.engines.base import EngineFailed, EngineSpec, Missing, Running
 from spillover.lab.engines.flags import FlagStyle, to_flags
 from spillover.lab.engines.metrics_text import total
-from spillover.lab.engines.owned import OwnedEngine, beside, has_module, module_version
+from spillover.lab.engines.owned import OwnedEngine, has_module, module_version, program_beside
 from spillover.lab.engines.process import HOST, is_foreign
 
 STYLE = FlagStyle(repeats=True)
@@ -59,11 +59,11 @@ class SpilloverEngine(OwnedEngine):
         """Raise if an engine process died: its supervisor restarts it, but the run it died in has crashed anyway."""
         super().check()
         if self._running is not None and self._engine_restarts() > self._restarts:
-            raise EngineFailed("crash", "spillover's engine process died and was started again", self.log())
+            raise EngineFailed("crash", "spillover's engine process died and was restarted", self.log())
 
     def version(self) -> str:
-        told = self.get_json("/version")
-        return str(told["version"]) if isinstance(told, dict) and "version" in told else module_version(
+        reply = self.get_json("/version")
+        return str(reply["version"]) if isinstance(reply, dict) and "version" in reply else module_version(
             self.python, "spillover")
 
     def _engine_restarts(self) -> float:
@@ -72,5 +72,5 @@ class SpilloverEngine(OwnedEngine):
 
 def spill(python: str) -> list[str]:
     """Return the `spill` command of an environment, or its equivalent where it runs from a source folder."""
-    program = beside(python, "spill")
+    program = program_beside(python, "spill")
     return [program] if program is not None else [python, "-c", _MAIN]

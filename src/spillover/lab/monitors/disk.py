@@ -19,7 +19,7 @@ class DiskMonitor:
 
     def open(self) -> str | None:
         if not _counters():
-            return "this system does not tell what its disks move"
+            return "this system does not report the traffic of its disks"
         self.read()
         return None
 

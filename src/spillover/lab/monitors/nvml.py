@@ -35,15 +35,15 @@ class NvmlMonitor:
         return None if count else "no GPU is watched: NVML finds none"
 
     def read(self) -> Mapping[str, float]:
-        found, told = {}, []
+        found, queries = {}, []
         for name, query in self._queries:
             try:
                 found[name] = query()
             except self._library.NVMLError as error:
                 if isinstance(error, self._library.NVMLError_NotSupported):
                     continue
-            told.append((name, query))
-        self._queries = told
+            queries.append((name, query))
+        self._queries = queries
         return found
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ class ProcessMonitor:
         self._unique_at = float("-inf")
 
     def open(self) -> str | None:
-        return None if self._pids() else "no processes of the engine to watch: it is not ours"
+        return None if self._pids() else "no processes of the engine to watch: the lab did not start it"
 
     def read(self) -> Mapping[str, float]:
         now = time.monotonic()

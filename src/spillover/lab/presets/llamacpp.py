@@ -27,7 +27,7 @@ PRESETS = [
         (*CUDA, "driver:uvm-preferred-location")),
     _of("uvm-prefetch", "unified memory with a driver that prefetches by an eBPF policy", {"ngl": 99}, UNIFIED,
         (*CUDA, "driver:uvm-ebpf-prefetch")),
-    Preset("llamacpp-default", "llamacpp", "as it comes, 4 slots of 2,048 tokens", {"np": 4, "c": 8192}),
-    Preset("llamacpp-no-cache", "llamacpp", "prompts are computed anew every time", {
+    Preset("llamacpp-default", "llamacpp", "default settings, 4 slots of 2,048 tokens", {"np": 4, "c": 8192}),
+    Preset("llamacpp-no-cache", "llamacpp", "no prompt cache: every prompt is computed", {
         "np": 4, "c": 8192, "cache-prompt": False, "cache-ram": 0}),
 ]

@@ -14,7 +14,7 @@ def _of(name: str, about: str, args: dict[str, Any], model: str = LLAMA_8B, need
 
 
 PRESETS = [
-    _of("default", "as it comes: radix cache on, longest prefix match (weeks 1 and 6)", {}),
+    _of("default", "default settings: radix cache on, longest prefix match (weeks 1 and 6)", {}),
     _of("no-radix", "radix cache off (week 6)", {"disable-radix-cache": True}),
     *(_of(policy, f"waiting requests ordered by {policy} (weeks 6 and 9)", {"schedule-policy": policy})
       for policy in ("fcfs", "lpm", "dfs-weight")),

@@ -12,7 +12,7 @@ def _of(name: str, about: str, args: dict[str, Any], seed: str | None = None, ne
 
 
 PRESETS = [
-    _of("", "as it comes: KV on the device alone, prefix caching on", {}),
+    _of("", "default settings: KV on the device only, prefix caching on", {}),
     _of("host", "KV that leaves the device goes to 4 GB of host memory", {"host-memory": "4GB"}, "001"),
     _of("host-eager", "KV is written to 4 GB of host memory at once", {"host-memory": "4GB", "spill": "eager"}, "001"),
     _of("host-fp8", "4 GB of host memory that hold KV in fp8", {"host-memory": "4GB", "spill-dtype": "fp8"}, "004"),
@@ -23,14 +23,15 @@ PRESETS = [
     _of("no-prefix-caching", "every prompt is computed", {"enable-prefix-caching": False}, "003"),
     *(_of(policy, f"waiting requests ordered by {policy}", {"schedule-policy": policy}, "003")
       for policy in ("fcfs", "lpm", "dfs-weight")),
-    _of("static-batching", "a batch is filled once and ends together", {"batching": "static"}, "003"),
+    _of("static-batching", "static batching: a batch runs until its last request has finished",
+        {"batching": "static"}, "003"),
     _of("no-chunked-prefill", "a prompt is computed in one step", {"enable-chunked-prefill": False}, "003"),
     *(_of(f"chunk-{tokens}", f"at most {tokens} tokens in a step", {"max-num-batched-tokens": tokens}, "003")
       for tokens in (256, 512, 1024, 2048, 4096)),
     *(_of(f"seqs-{count}", f"at most {count} requests in a step", {"max-num-seqs": count}, "003")
       for count in (1, 4, 16, 64, 256)),
     *(_of(f"block-{size}", f"KV blocks of {size} tokens", {"block-size": size}, "003") for size in (8, 16, 32)),
-    _of("eager", "every kernel is launched anew", {"enforce-eager": True}, "003", ("cuda",)),
+    _of("eager", "no CUDA graphs: every kernel is launched individually", {"enforce-eager": True}, "003", ("cuda",)),
     _of("cpu-offload-8", "8 GiB of the weights in host memory", {"cpu-offload-gb": 8}, "000"),
     *(_of(f"weights-{name}", about, {"weights": name}, seed) for name, about, seed in (
         ("demand", "weights fetched when they are needed, as unified memory does", "000"),

@@ -43,10 +43,10 @@ def _seed_003() -> list[Preset]:
 
     draft = {"method": "draft_model", "model": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
     pair = ("one half of a pair: put a proxy before both and measure that as a 'url' arm (week 16; there by "
-            "P2pNcclConnector, which vLLM has no more)")
+            "P2pNcclConnector, which vLLM no longer has)")
     nixl = {"kv-transfer-config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}
     return [
-        of("default", "as it comes (week 1; week 10: with CUDA graphs)", {}),
+        of("default", "default settings (week 1; week 10: with CUDA graphs)", {}),
         of("small-memory", "where the defaults run out of memory", {"max-model-len": 4096,
                                                                     "gpu-memory-utilization": 0.85}),
         *(of(f"seqs-{count}", f"at most {count} requests in a step (week 4)", {"max-num-seqs": count})

@@ -24,10 +24,10 @@ def badge(report: Report, arm: str | None = None, workload: str | None = None, l
     if len(chosen) == 1:
         return drawn(left, sentence(report, chosen[0]), TONES[chosen[0].verdict])
     counted = [(word, sum(verdict.verdict == word for verdict in chosen)) for word in wording.VERDICTS]
-    told = [f"{count} {wording.verdict_word(report, word)}" for word, count in counted if count]
+    counts = [f"{count} {wording.verdict_word(report, word)}" for word, count in counted if count]
     kinds = {verdict.verdict for verdict in chosen}
     tone = TONES[next(iter(kinds))] if len(kinds) == 1 else "none"
-    return drawn(left, ", ".join(told) or "nothing compared", tone)
+    return drawn(left, ", ".join(counts) or "nothing compared", tone)
 
 
 def chosen_verdicts(report: Report, arm: str | None, workload: str | None) -> list[Verdict]:
@@ -60,12 +60,12 @@ def title(report: Report) -> str:
 def drawn(left: str, right: str, tone: str) -> str:
     widths = [_width(text) + 2 * PADDING for text in (left, right)]
     whole = sum(widths)
-    said = escape(f"{left}: {right}", {'"': "&quot;"})
+    label = escape(f"{left}: {right}", {'"': "&quot;"})
     texts = "".join(
         f'<text x="{x}" y="14" textLength="{width - 2 * PADDING}" lengthAdjust="spacingAndGlyphs">{escape(text)}</text>'
         for text, width, x in ((left, widths[0], PADDING), (right, widths[1], widths[0] + PADDING)))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{HEIGHT}" viewBox="0 0 {whole} {HEIGHT}" '
-            f'role="img" aria-label="{said}"><title>{said}</title>'
+            f'role="img" aria-label="{label}"><title>{label}</title>'
             f'<clipPath id="r"><rect width="{whole}" height="{HEIGHT}" rx="3"/></clipPath><g clip-path="url(#r)">'
             f'<rect width="{widths[0]}" height="{HEIGHT}" fill="{LABEL}"/>'
             f'<rect x="{widths[0]}" width="{widths[1]}" height="{HEIGHT}" fill="{COLORS[tone]}"/></g>'

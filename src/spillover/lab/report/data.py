@@ -230,13 +230,13 @@ def _read(kind: type[Part], written: Mapping[str, Any], **made: Any) -> Part:
     return kind(**{**found, **made})
 
 
-def _arm(asked: Mapping[str, Any], told: Mapping[str, Any] | None, evaluated: Mapping[str, Any]) -> Arm:
-    spec, found = asked.get("spec") or {}, told or {"status": "not started"}
+def _arm(planned: Mapping[str, Any], record: Mapping[str, Any] | None, evaluated: Mapping[str, Any]) -> Arm:
+    spec, found = planned.get("spec") or {}, record or {"status": "not started"}
     args = spec.get("args") or {}
     return _read(
-        Arm, {**found, **spec, **asked},
+        Arm, {**found, **spec, **planned},
         engine=spec.get("kind") or "",
-        label=asked.get("label") or FORMATS.get(str(args.get("load-format")), ""),
+        label=planned.get("label") or FORMATS.get(str(args.get("load-format")), ""),
         args=args,
         command=shlex.join(found.get("command") or []),
         pool_tokens=found.get("device_pool_tokens"),

@@ -111,8 +111,8 @@ def pareto(report: Report) -> LineFigure | None:
         panels.append(Panel(workload.name, "", Axis(what.label, what.unit), Axis("KL divergence, at least", "nats"),
                             tuple(lines), "lower"))
     return _lines("pareto", "Speed against KL divergence",
-                  "Right is faster, down is nearer to the baseline's distributions. An arm pays where no other lies "
-                  "further right and further down; hollow points did not pass the gates.", "curve", panels)
+                  "Right is faster, down is nearer to the baseline's distributions. An arm is worth using if no other "
+                  "is further right and further down; hollow points did not pass the gates.", "curve", panels)
 
 
 def curves(report: Report) -> LineFigure | None:
@@ -154,14 +154,14 @@ def _measured(report: Report) -> Iterator[tuple[str, str, Cell]]:
 def latency_split(report: Report) -> StackFigure | None:
     rows = []
     for workload, arm, cell in _measured(report):
-        told = tuple(cell.split.get(phase, 0.0) for phase in PHASES)
-        if any(told):
-            rows.append(StackRow(workload, arm, (*told, 0.0, 0.0)))
+        phases = tuple(cell.split.get(phase, 0.0) for phase in PHASES)
+        if any(phases):
+            rows.append(StackRow(workload, arm, (*phases, 0.0, 0.0)))
             continue
         first, whole = cell.medians.get("mean_ttft_ms"), cell.medians.get("mean_e2el_ms")
         if first is not None and whole is not None:
             rows.append(StackRow(workload, arm, (0.0, 0.0, 0.0, 0.0, first, max(0.0, whole - first)),
-                                 "as the client saw it; this server does not tell more"))
+                                 "as measured by the client; this server reports no details"))
     if not rows:
         return None
     return StackFigure("split", "Where a request's time goes", "Mean over requests, as the server timed them.",
@@ -279,7 +279,7 @@ def machine(report: Report) -> LineFigure | None:
     order = {name: index for index, name in enumerate(dict.fromkeys(panel.choice for panel in panels))}
     panels.sort(key=lambda panel: order[panel.choice])
     return _lines("machine", "Memory and machine over time",
-                  "Sampled beside the run on the same clock; time 0 is when the load began. For each arm, its run "
+                  "Sampled during the run on the same clock; time 0 is when the load began. For each arm, its run "
                   "with the median result.", "line", panels)
 
 

@@ -20,7 +20,7 @@ ARM_COLORS = 8
 WIDE = ("curves", "runs", "itl", "machine")
 # CSS variables of the parts of a bar; parts from `told` on were not reported by the server.
 FILLS = {"split": (*PHASES, "prefill", "decode"), "sources": (*SOURCES, "device")}
-TOLD = {"split": len(PHASES), "sources": len(SOURCES)}
+REPORTED_PARTS = {"split": len(PHASES), "sources": len(SOURCES)}
 
 
 def render(report: Report, figures: Sequence[Figure]) -> str:
@@ -32,7 +32,7 @@ def render(report: Report, figures: Sequence[Figure]) -> str:
         report=report,
         primary=metric(report.primary),
         color=lambda arm: colors.get(arm, "var(--soft)"),
-        data=embedded({"baseline": report.baseline, "colors": colors, "fills": FILLS, "told": TOLD,
+        data=embedded({"baseline": report.baseline, "colors": colors, "fills": FILLS, "told": REPORTED_PARTS,
                        "figures": [as_json(figure) for figure in figures]}),
         facts=wording.top_facts(report),
         warnings=wording.warnings(report),

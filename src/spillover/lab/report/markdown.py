@@ -27,14 +27,14 @@ def markdown(report: Report, plots: Sequence[str]) -> str:
         for workload in workloads:
             parts += [*([f"**{workload.name}**"] if len(workloads) > 1 else []), _table(measured(report, workload))]
     parts += _pictures(plots, (), ("benchmark_results",))
-    parts += ["## Does it count?", *_validity(report)]
+    parts += ["## Validity", *_validity(report)]
     others = secondary(report)
     if others is not None:
         parts += ["## Other metrics", _table(others), others.about]
     parts += ["## How it was run", f"```sh\n{wording.again(report)}\n```"]
     for arm in report.arms:
-        told = f"{arm.engine} {arm.version}".strip() + (f", preset `{arm.preset}`" if arm.preset else "")
-        parts += [f"### {arm.name} ({told})", *([arm.about] if arm.about else [])]
+        version = f"{arm.engine} {arm.version}".strip() + (f", preset `{arm.preset}`" if arm.preset else "")
+        parts += [f"### {arm.name} ({version})", *([arm.about] if arm.about else [])]
         if arm.command:
             parts.append(f"```sh\n{wording.env_prefix(arm)}{arm.command}\n```")
     parts.append("### Workloads")
@@ -49,7 +49,7 @@ def markdown(report: Report, plots: Sequence[str]) -> str:
 def _verdicts(report: Report) -> list[str]:
     verdicts = wording.judged(report)
     if not verdicts:
-        return [f"Nothing to compare: no arm ran beside {report.baseline}."]
+        return [f"Nothing to compare: no arm except {report.baseline} ran."]
     what = metric(report.primary)
     rows = [tuple(map(TableCell, (verdict.workload, verdict.arm, f"**{verdict.word}**", gain_text(verdict),
                                   wording.against(report, verdict) or "-", str(verdict.blocks), verdict.why or "")))
@@ -62,10 +62,10 @@ def _verdicts(report: Report) -> list[str]:
 
 def _validity(report: Report) -> list[str]:
     faults = wording.faults(report)
-    told = [f"- **{fault.gate}**{'' if fault.fatal else ' (to be known)'}: {fault.reason} ({fault.where})"
-            + (f"\n\n```\n{fault.log_tail}\n```\n" if fault.log_tail else "") for fault in faults]
+    lines = [f"- **{fault.gate}**{'' if fault.fatal else ' (note)'}: {fault.reason} ({fault.where})"
+             + (f"\n\n```\n{fault.log_tail}\n```\n" if fault.log_tail else "") for fault in faults]
     passed = not any(fault.fatal for fault in faults)
-    parts = [*([f"Every run passed every gate: {wording.gates(report)}."] if passed else []), "\n".join(told)]
+    parts = [*([f"Every run passed every gate: {wording.gates(report)}."] if passed else []), "\n".join(lines)]
     missing = [f"- **{arm.name}**: {arm.reason or arm.status}" + (f"; `{arm.install}`" if arm.install else "")
                for arm in wording.not_installed(report)]
     return [*parts, *(["Not measured:", "\n".join(missing)] if missing else []), wording.client(report)]

@@ -28,8 +28,8 @@ RATES = {
     "max_output_tokens_per_s": ("peak output", "tok/s", "output tokens in the best second"),
 }
 OTHERS = {
-    "duration": ("duration", "s", "first request sent to last one done"),
-    "max_concurrent_requests": ("peak concurrency", "", "most requests at once"),
+    "duration": ("duration", "s", "time from sending the first request to the end of the last"),
+    "max_concurrent_requests": ("peak concurrency", "", "maximum number of requests in progress at once"),
     "hit_rate": ("prefix hits", "%", "share of prompt tokens that were not computed"),
     "of_limit": ("of limit", "%", "the shortest time that the machine's measured rates allow, over the time it took"),
 }

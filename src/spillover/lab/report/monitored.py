@@ -32,7 +32,7 @@ class Drawn:
 LABELS = r"(\{.*\})?"
 DRAWN = (
     Drawn(r"process/rss_bytes", "resident memory", "B"),
-    Drawn(r"process/uss_bytes", "memory of its own (USS)", "B"),
+    Drawn(r"process/uss_bytes", "private memory (USS)", "B"),
     Drawn(rf"gpu/memory_used_bytes{LABELS}", "GPU memory", "B"),
     Drawn(r'engine/.*:tier_bytes\{.*tier="device".*use="kv".*\}', "KV on the device", "B"),
     Drawn(r'engine/.*:tier_bytes\{.*tier="host".*use="kv".*\}', "KV in host memory", "B"),
@@ -40,7 +40,7 @@ DRAWN = (
     Drawn(rf"engine/.*:num_requests_running{LABELS}", "requests running", ""),
     Drawn(rf"engine/.*:num_requests_waiting{LABELS}", "requests waiting", ""),
     Drawn(r"cpu/busy_percent", "CPU busy", "%", factor=0.01),
-    Drawn(r"cpu/memory_used_bytes", "memory of the machine in use", "B"),
+    Drawn(r"cpu/memory_used_bytes", "memory in use on the machine", "B"),
     Drawn(rf"gpu/utilization_percent{LABELS}", "GPU busy", "%", average=True, factor=0.01),
     Drawn(rf"gpu/power_watts{LABELS}", "GPU power", "W"),
     Drawn(rf"gpu/pcie_rx_bytes_per_second{LABELS}", "PCIe to the GPU", "B/s"),
@@ -55,7 +55,7 @@ def choices(path: Path, start: float) -> list[Choice]:
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise SpilloverError("reading what monitors saw needs the lab extra: pip install 'spillover[lab]'") from error
+        raise SpilloverError("reading recorded values needs the lab extra: pip install 'spillover[lab]'") from error
     table = pq.read_table(path, columns=["time", "source", "metric", "value"])
     columns = (table.column(name).to_pylist() for name in ("time", "source", "metric", "value"))
     series: dict[Drawn, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))

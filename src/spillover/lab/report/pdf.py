@@ -41,8 +41,8 @@ def write_pdf(html: Path, program: str) -> Path:
         except OSError as error:
             raise SpilloverError(f"{program} cannot be started: {error}") from error
         if not made.is_file() or not made.read_bytes().startswith(b"%PDF-"):
-            said = done.stderr.strip().splitlines()
-            raise SpilloverError(f"{program} printed no PDF of {html}" + (f": {said[-1][:200]}" if said else ""))
+            message = done.stderr.strip().splitlines()
+            raise SpilloverError(f"{program} printed no PDF of {html}" + (f": {message[-1][:200]}" if message else ""))
         written = pdf.with_suffix(".pdf.new")
         shutil.copyfile(made, written)
         written.replace(pdf)

@@ -23,7 +23,7 @@ def speculation(report: Report) -> Table | None:
     """Return a row for each workload and arm that drafted; None if none did."""
     return counters_table(
         report, "Speculation", COLUMNS, "spec_tokens_per_pass",
-        "By the servers' own counters, medians over runs. Acceptance is accepted over verified tokens; tokens per pass "
+        "From the servers' counters, medians over runs. Acceptance is accepted over verified tokens; tokens per pass "
         "include the one that every pass yields. Drafted tokens may be cut before they are verified; the time in "
         "verifying is that of whole steps with drafts.",
         note=lambda cell: "simulated" if cell.medians.get("spec_simulated") else "",

@@ -89,14 +89,14 @@ def faults(report: Report) -> list[ShownFault]:
         for fault in cell.faults:
             found.setdefault((fault.gate, fault.reason, fault.fatal), []).append(f"{cell.arm} on {cell.workload}")
         if cell.status == "failed":
-            found.setdefault(("crashed", cell.reason or "the engine ended", True), []).append(
+            found.setdefault(("crashed", cell.reason or "the engine exited", True), []).append(
                 f"{cell.arm} on {cell.workload}")
     again: dict[str, list[str]] = {}
     for visit in report.visits:
         for fault in visit.disturbed:
             again.setdefault(fault.gate, []).append(f"{visit.arm} on {visit.workload}")
     for gate, where in again.items():
-        found[gate, f"{_runs(len(where))} spoilt by a busy moment of the machine, and run again", False] = where
+        found[gate, f"{_runs(len(where))} disturbed by other load on the machine, and repeated", False] = where
     logs = {visit.reason: visit.log_tail for visit in report.visits if visit.log_tail}
     return sorted((ShownFault(gate, reason, "; ".join(dict.fromkeys(where)), fatal, logs.get(reason, ""))
                    for (gate, reason, fatal), where in found.items()), key=lambda fault: not fault.fatal)
@@ -170,7 +170,7 @@ def workload_facts(workload: Workload) -> list[tuple[str, str]]:
     stats = workload.stats
     facts: list[tuple[str, str]] = []
     for key, title in (("count", "requests"), ("prompt", "prompt tokens"), ("output", "output tokens"),
-                       ("total_tokens", "tokens in all"), ("sharing", "could be shared"),
+                       ("total_tokens", "tokens in total"), ("sharing", "could be shared"),
                        ("working_set_tokens", "working set, tokens")):
         if key in stats and stats[key] is not None:
             facts.append((title, _stat(key, stats[key])))
@@ -191,12 +191,12 @@ def definitions(report: Report) -> list[tuple[str, str]]:
         ("steady state", "from when a tenth of the time of sending is over and as many requests run as at the median "
                          "of that time, to when the last request was due"),
         ("arm", "one of the configurations that are compared; the others are compared with the baseline"),
-        ("block", "runs of all arms beside each other (order abba: once forth and once back); each block gives one "
+        ("block", "runs of all arms in turn (order abba: once in each direction); each block gives one "
                   "ratio to the baseline, so that a machine whose speed drifts changes both alike"),
         ("interval", "holds the true ratio with the confidence given, however often it is looked at: blocks are added "
                      "until it decides"),
-        ("could be shared", "share of prompt tokens that a prefix cache without limit could serve, blocks of 16"),
-        ("failed requests", "are counted and shown, never averaged in"),
+        ("could be shared", "share of prompt tokens that an unlimited prefix cache with blocks of 16 could serve"),
+        ("failed requests", "are counted and shown, and never part of an average"),
     ]
     return words
 

@@ -43,7 +43,7 @@ class KVCache:
         self.pool = BlockPool(num_blocks, most_blocks)
         self.tree = PrefixTree(self.pool, self.windows, policy if policy is not None else LRU(), identity)
         self.evictor: Evictor = self.tree  # a connector may replace it by its own
-        self.loans = Loans(self.pool, self.tree, lender, lambda blocks: self.evictor.may_go(blocks))
+        self.loans = Loans(self.pool, self.tree, lender, lambda blocks: self.evictor.can_evict(blocks))
         self._live: dict[str, SequenceBlocks] = {}
         # Full-attention groups first: of blocks released together, the one that represents its node is the older.
         self._group_order = sorted(range(len(self.windows)), key=lambda group: self.windows[group] is not None)
@@ -105,14 +105,14 @@ class KVCache:
         if self.prefix_caching:
             sequence.node = nodes[-1] if nodes else self.tree.root(salt)
             self.tree.enter(sequence.node)
-        sequence.asked = len(tokens)
+        sequence.num_queried = len(tokens)
         return sequence.num_computed
 
     def count_query(self, seq: str) -> None:
         """Count a newly admitted sequence in the statistics: its tokens as queried, its cached prefix as hit."""
         sequence = self._get(seq)
-        self._query_tokens += sequence.asked
-        self._hit_tokens += sequence.num_computed if sequence.asked else 0
+        self._query_tokens += sequence.num_queried
+        self._hit_tokens += sequence.num_computed if sequence.num_queried else 0
 
     def fork(self, parent: str, child: str, num_tokens: int) -> int:
         """Start `child` with the parent's complete blocks of the first `num_tokens` tokens, never with a partial block.
@@ -148,7 +148,7 @@ class KVCache:
         new = -(-num_tokens // self.block_size) - len(tables[0])
         if new <= 0:
             return True
-        if not self._make_room(new * len(tables), urgent):
+        if not self._ensure_free(new * len(tables), urgent):
             return False
         for table in tables:
             table.extend(self.pool.allocate(new))
@@ -255,7 +255,7 @@ class KVCache:
         sequence, size = self._get(seq), self.block_size
         have = len(sequence.tables[0])
         seen = [first_seen(num_blocks * size, window, size) for window in self.windows]
-        if not self._make_room(sum(num_blocks - max(have, start) for start in seen), urgent=False):
+        if not self._ensure_free(sum(num_blocks - max(have, start) for start in seen), urgent=False):
             return False
         for group, start in enumerate(seen):
             self._drop_before(sequence, group, start)
@@ -350,5 +350,5 @@ class KVCache:
             table[first:end] = [0] * len(table[first:end])
             sequence.first[group] = end
 
-    def _make_room(self, blocks: int, urgent: bool = True) -> bool:
-        return self.num_free >= blocks and self.evictor.make_room(blocks, urgent)
+    def _ensure_free(self, blocks: int, urgent: bool = True) -> bool:
+        return self.num_free >= blocks and self.evictor.ensure_free(blocks, urgent)

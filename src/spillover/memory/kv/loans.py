@@ -18,15 +18,15 @@ class BlockLender(Protocol):
         """Lend at least n blocks if possible, as loans that are returned one by one; fewer or none if not."""
         ...
 
-    def give_back(self, loan: Sequence[int]) -> None: ...
+    def return_loan(self, loan: Sequence[int]) -> None: ...
 
 
 class Loans:
     def __init__(self, pool: BlockPool, tree: PrefixTree, lender: BlockLender | None,
-                 may_go: Callable[[Sequence[int]], bool]) -> None:
-        """Borrow from a lender. `may_go`: returns whether blocks of the tree may be evicted now, or starts copies."""
+                 can_evict: Callable[[Sequence[int]], bool]) -> None:
+        """Borrow from a lender. `can_evict`: returns whether blocks of the tree can be evicted now; starts copies."""
         self.lender = lender
-        self._may_go = may_go
+        self._can_evict = can_evict
         self._pool = pool
         self._tree = tree
         self._taken: list[Sequence[int]] = []
@@ -58,14 +58,14 @@ class Loans:
                 assert self.lender is not None
                 self._pool.remove(set(loan))
                 self._taken.remove(loan)
-                self.lender.give_back(loan)
+                self.lender.return_loan(loan)
                 return True
         return False
 
     def _emptied(self, kept: Sequence[int]) -> bool:
         if not all(self._pool.cached(block) for block in kept):
             return False
-        goes = self._tree.below(kept)
-        if any(self._pool.state(block) is not EVICTABLE for block in goes) or not self._may_go(goes):
+        dropped = self._tree.below(kept)
+        if any(self._pool.state(block) is not EVICTABLE for block in dropped) or not self._can_evict(dropped):
             return False
         return all(self._pool.state(block) is FREE or self._tree.drop(block) for block in kept)

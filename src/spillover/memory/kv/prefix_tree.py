@@ -72,10 +72,10 @@ class Listener(Protocol):
 class Evictor(Protocol):
     """An evictor of blocks of the tree: the tree itself, or the spiller, which copies them to other tiers first."""
 
-    def make_room(self, blocks: int, urgent: bool) -> bool:
+    def ensure_free(self, blocks: int, urgent: bool) -> bool:
         """Evict until n blocks are free; False if that is not possible, or should wait for copies."""
 
-    def may_go(self, blocks: Sequence[int]) -> bool:
+    def can_evict(self, blocks: Sequence[int]) -> bool:
         """Return whether these unreferenced blocks may leave the device without another copy to a lower tier."""
 
 
@@ -150,9 +150,9 @@ class PrefixTree:
                 new = blocks if whole else [block for block in blocks if block]
             else:
                 known.append(child)
-                new, theirs = self._fill(child, blocks)
-                if theirs:
-                    held[index] = theirs
+                new, duplicates = self._fill(child, blocks)
+                if duplicates:
+                    held[index] = duplicates
             for block in new:
                 self._home[block] = child
             cached += new
@@ -168,15 +168,15 @@ class PrefixTree:
 
     def _fill(self, node: Node, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
         """Fill gaps of a node; return the blocks used, and the node's existing full-attention blocks for the others."""
-        new, theirs = [], []
+        new, duplicates = [], []
         for group, block in enumerate(blocks):
-            there = node.blocks[group]
-            if block and there is None:
+            existing = node.blocks[group]
+            if block and existing is None:
                 node.blocks[group] = block
                 new.append(block)
-            elif block and there is not None and self._windows[group] is None:
-                theirs.append(there)
-        return new, theirs
+            elif block and existing is not None and self._windows[group] is None:
+                duplicates.append(existing)
+        return new, duplicates
 
     def key(self, block: int) -> bytes:
         """Return the key under which other tiers store this block of the tree."""
@@ -188,11 +188,11 @@ class PrefixTree:
         node = self._home[block]
         return node, 0 if self._plain else node.blocks.index(block)
 
-    def make_room(self, blocks: int, urgent: bool) -> bool:
+    def ensure_free(self, blocks: int, urgent: bool) -> bool:
         """Evict until n blocks are free; False if all remaining evictable blocks are ancestors of blocks in flight."""
         return self.evict(blocks)
 
-    def may_go(self, blocks: Sequence[int]) -> bool:
+    def can_evict(self, blocks: Sequence[int]) -> bool:
         return True
 
     def enter(self, node: Node) -> None:
@@ -219,36 +219,36 @@ class PrefixTree:
         self._pool.end_copy(blocks)
         self._offer_nodes(blocks)
 
-    def evict(self, wanted: int, may_go: Callable[[Sequence[int]], bool] | None = None) -> bool:
+    def evict(self, wanted: int, can_evict: Callable[[Sequence[int]], bool] | None = None) -> bool:
         """Evict the policy's victims, each a whole leaf or one sliding-window block, until n blocks are free; False if
-        there are no victims left before that, or if `may_go` refuses one."""
+        there are no victims left before that, or if `can_evict` refuses one."""
         gone: list[int] = []
         short = wanted - self._pool.free
         evict = self._evict_chain if self._plain else self._evict_node
         while len(gone) < short and (victim := self._policy.victim()) is not None:
-            goes = evict(victim, short - len(gone), may_go)
-            if not goes:
+            evicted = evict(victim, short - len(gone), can_evict)
+            if not evicted:
                 break
-            gone += goes
+            gone += evicted
         self._free(gone)
         return len(gone) >= short
 
-    def _evict_node(self, victim: int, most: int, may_go: Callable[[Sequence[int]], bool] | None) -> list[int]:
-        """Remove a leaf, or one sliding-window block, from the tree; return its blocks, none if `may_go` refuses."""
+    def _evict_node(self, victim: int, most: int, can_evict: Callable[[Sequence[int]], bool] | None) -> list[int]:
+        """Remove a leaf, or one sliding-window block, from the tree; return its blocks, none if `can_evict` refuses."""
         node = self._home[victim]
         whole = self._lead is not None and node.blocks[self._lead] == victim
-        goes = [block for block in node.blocks if block is not None] if whole else [victim]
-        if may_go is not None and not may_go(goes):
+        evicted = [block for block in node.blocks if block is not None] if whole else [victim]
+        if can_evict is not None and not can_evict(evicted):
             return []
-        self._remove(node, goes)
-        return goes
+        self._remove(node, evicted)
+        return evicted
 
-    def _evict_chain(self, victim: int, most: int, may_go: Callable[[Sequence[int]], bool] | None) -> list[int]:
+    def _evict_chain(self, victim: int, most: int, can_evict: Callable[[Sequence[int]], bool] | None) -> list[int]:
         """Remove a leaf of a plain tree, then its ancestors while they would be the next victims, up to `most` blocks;
-        return the blocks removed before `may_go` refused one."""
-        home, goes_first, gone = self._home, self._policy.goes_first, list[int]()
+        return the blocks removed before `can_evict` refused one."""
+        home, is_next_victim, gone = self._home, self._policy.is_next_victim, list[int]()
         node, block = home[victim], victim
-        while may_go is None or may_go((block,)):
+        while can_evict is None or can_evict((block,)):
             gone.append(block)
             del home[block]
             node.blocks[0] = None
@@ -259,7 +259,7 @@ class PrefixTree:
             self.num_nodes -= 1
             node = node.parent
             above = node.blocks[0]
-            if above is None or node.children or self._pool.state(above) is not EVICTABLE or not goes_first(above):
+            if above is None or node.children or self._pool.state(above) is not EVICTABLE or not is_next_victim(above):
                 break
             block = above
         self._prune(node)
@@ -285,9 +285,9 @@ class PrefixTree:
             return False
         gone: list[int] = []
         for node in reversed(below):  # descendants first, so that a node has no children left
-            goes = [each for each in node.blocks if each is not None]
-            gone += goes
-            self._remove(node, goes)
+            evicted = [each for each in node.blocks if each is not None]
+            gone += evicted
+            self._remove(node, evicted)
         self._free(gone)
         return True
 
@@ -387,9 +387,9 @@ class PrefixTree:
             self._offered.remove(block)
             self._policy.on_remove(block)
 
-    def _remove(self, node: Node, goes: Sequence[int]) -> None:
+    def _remove(self, node: Node, evicted: Sequence[int]) -> None:
         """Remove blocks from a node, and the node from the tree if it is then unused."""
-        for block in goes:
+        for block in evicted:
             node.blocks[node.blocks.index(block)] = None
             del self._home[block]
             self._withdraw(block)

@@ -31,4 +31,4 @@ class SequenceBlocks:
     held: dict[int, list[int]] = field(default_factory=dict)
     load_end: int = 0  # number of blocks that the last extend_to_load made the tables cover
     num_offloaded: int = 0  # number of leading blocks that are in host memory only
-    asked: int = 0  # number of tokens that admit() looked up in the tree
+    num_queried: int = 0  # number of tokens that admit() looked up in the tree

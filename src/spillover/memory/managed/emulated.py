@@ -42,8 +42,8 @@ class EmulatedMemory:
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._pages: list[Pages] = []  # all allocated ranges
-        self._left = 0  # number of mapped pages that were sent back
-        self._brought = 0  # number of pages that populating mapped
+        self._evicted = 0  # number of mapped pages that were sent back
+        self._populated = 0  # number of pages that populating mapped
         self._tickets: list[Any] = []
         self._counting = threading.Lock()  # pages and their counts change together
         try:
@@ -67,13 +67,13 @@ class EmulatedMemory:
         self._pages.append(Pages(address_of(memory), nbytes))
         return memory
 
-    def bring(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+    def to_device(self, pages: Sequence[Pages], ahead: bool = False) -> None:
         self._do(self._populate, pages, ahead)
 
-    def send_back(self, pages: Sequence[Pages], ahead: bool = False) -> None:
-        self._do(self._leave, pages, ahead)
+    def to_host(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+        self._do(self._evict, pages, ahead)
 
-    def begin_ahead(self) -> None:
+    def begin_prefetch(self) -> None:
         """Do nothing: all earlier launches have completed."""
 
     def wait(self) -> None:
@@ -90,7 +90,7 @@ class EmulatedMemory:
         if self._map is None:
             return None
         with self._counting:
-            return self._left + sum(map(self.mapped, self._pages)) - self._brought
+            return self._evicted + sum(map(self.mapped, self._pages)) - self._populated
 
     def mapped(self, pages: Pages) -> int:
         """Return how many of these pages are on the "device"; 0 if the system does not report it."""
@@ -117,10 +117,10 @@ class EmulatedMemory:
             if self._madvise(pages.address, pages.nbytes, _POPULATE_READ):  # an older kernel: touch page by page
                 memory = memoryview((ctypes.c_ubyte * pages.nbytes).from_address(pages.address))
                 np.frombuffer(memory, dtype=np.uint8)[::PAGE].sum()
-            self._brought += self.mapped(pages) - before
+            self._populated += self.mapped(pages) - before
 
-    def _leave(self, pages: Pages) -> None:
+    def _evict(self, pages: Pages) -> None:
         with self._counting:
-            self._left += self.mapped(pages)
+            self._evicted += self.mapped(pages)
             if self._madvise(pages.address, pages.nbytes, _DONTNEED):
                 raise OSError(ctypes.get_errno(), "pages could not be sent back")

@@ -22,13 +22,13 @@ class ManagedMemory(Protocol):
     def allocate(self, nbytes: int) -> Any:
         """Return memory that torch can make a tensor of; it is freed with the last view of it."""
 
-    def bring(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+    def to_device(self, pages: Sequence[Pages], ahead: bool = False) -> None:
         """Move pages to the device."""
 
-    def send_back(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+    def to_host(self, pages: Sequence[Pages], ahead: bool = False) -> None:
         """Move pages to the host; advised pages have a copy on the host and only leave the device."""
 
-    def begin_ahead(self) -> None:
+    def begin_prefetch(self) -> None:
         """Make later `ahead` calls wait for the work launched so far."""
 
     def wait(self) -> None:

@@ -17,15 +17,15 @@ Unit = TypeVar("Unit", bound=Hashable)
 class Change(Generic[Unit]):
     """The moves that are necessary before units can be used."""
 
-    leaving: tuple[Unit, ...]  # units to send back before the others are fetched, least recently used first
-    coming: tuple[Unit, ...]
+    evicted: tuple[Unit, ...]  # units to send back before the others are fetched, least recently used first
+    fetched: tuple[Unit, ...]
 
 
 class Residency(Generic[Unit]):
-    def __init__(self, sizes: Mapping[Unit, int], room: int) -> None:
-        """Start with nothing on the device. `sizes`: bytes of every unit; `room`: bytes that may be on the device."""
+    def __init__(self, sizes: Mapping[Unit, int], capacity: int) -> None:
+        """Start with nothing on the device. `sizes`: bytes of every unit; `capacity`: maximum bytes on the device."""
         self._sizes = sizes
-        self.room = room
+        self.capacity = capacity
         self._held: dict[Unit, None] = {}  # units counted as on the device, least recently used first
         self.held_bytes = 0
         self.peak_bytes = 0
@@ -39,32 +39,32 @@ class Residency(Generic[Unit]):
         """Count units as used together and return the moves this needs; None, with nothing changed, if the units in
         `keep` leave too little room."""
         wanted = dict.fromkeys(units)
-        coming = tuple(unit for unit in wanted if unit not in self._held)
-        excess = self.held_bytes + sum(self._sizes[unit] for unit in coming) - self.room
-        leaving = []
+        fetched = tuple(unit for unit in wanted if unit not in self._held)
+        excess = self.held_bytes + sum(self._sizes[unit] for unit in fetched) - self.capacity
+        evicted = []
         for unit in self._held if excess > 0 else ():
             if unit not in wanted and unit not in keep:
-                leaving.append(unit)
+                evicted.append(unit)
                 excess -= self._sizes[unit]
                 if excess <= 0:
                     break
         if excess > 0:
             return None
-        self._leave(leaving)
+        self._evict(evicted)
         for unit in wanted:
             if self._held.pop(unit, self) is self:
                 self.held_bytes += self._sizes[unit]
             self._held[unit] = None
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return Change(tuple(leaving), coming)
+        return Change(tuple(evicted), fetched)
 
     def clear(self) -> tuple[Unit, ...]:
         """Evict every unit; return the units that have to be sent back."""
-        leaving = tuple(self._held)
-        self._leave(leaving)
-        return leaving
+        evicted = tuple(self._held)
+        self._evict(evicted)
+        return evicted
 
-    def _leave(self, units: Iterable[Unit]) -> None:
+    def _evict(self, units: Iterable[Unit]) -> None:
         for unit in units:
             del self._held[unit]
             self.held_bytes -= self._sizes[unit]

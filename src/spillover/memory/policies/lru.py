@@ -39,7 +39,7 @@ class LRU:
             heapq.heappop(self._heap)
         return None
 
-    def goes_first(self, block: int) -> bool:
+    def is_next_victim(self, block: int) -> bool:
         return self.victim() is None or (self._last_use.get(block, 0), block) < self._heap[0]
 
     def _push(self, block: int) -> None:

@@ -17,5 +17,5 @@ class EvictionPolicy(Protocol):
     def victim(self) -> int | None:
         """Return the evictable block that should be evicted next, None if there is none; this changes nothing."""
 
-    def goes_first(self, block: int) -> bool:
+    def is_next_victim(self, block: int) -> bool:
         """Return whether a block that is not evictable yet would be the victim if it were; this changes nothing."""

@@ -83,11 +83,11 @@ class Connection:
 
     def ask(self, request: wire.Request, answer: type[T], deadline: float) -> T:
         """Send a request and return its answer; PoolUnavailableError if there is none in time."""
-        return self._talk(request, answer, deadline)[0]
+        return self._exchange(request, answer, deadline)[0]
 
     def hello(self, request: wire.Hello, deadline: float) -> tuple[wire.Welcome, int]:
         """Return the owner's welcome, and the memory as a file descriptor that the caller must close."""
-        welcome, descriptors = self._talk(request, wire.Welcome, deadline, descriptors=1)
+        welcome, descriptors = self._exchange(request, wire.Welcome, deadline, descriptors=1)
         if len(descriptors) != 1:
             self.close()
             raise PoolUnavailableError("the owner sent no memory")
@@ -96,7 +96,7 @@ class Connection:
     def keep(self, request: wire.Keep, deadline: float) -> tuple[wire.Kept, int | None]:
         """Return the owner's answer, and the run's memory, if any, as a file descriptor that the caller must
         close."""
-        kept, descriptors = self._talk(request, wire.Kept, deadline, descriptors=1)
+        kept, descriptors = self._exchange(request, wire.Kept, deadline, descriptors=1)
         if len(descriptors) != (kept.state in (wire.NEW, wire.READY)):
             self._give_up(descriptors)
             raise PoolUnavailableError("the owner sent no memory")
@@ -105,11 +105,11 @@ class Connection:
     def close(self) -> None:
         self._socket.close()
 
-    def _talk(self, request: wire.Request, answer: type[T], deadline: float,
-              descriptors: int = 0) -> tuple[T, list[int]]:
+    def _exchange(self, request: wire.Request, answer: type[T], deadline: float,
+                  descriptors: int = 0) -> tuple[T, list[int]]:
         taken: list[int] = []
         try:
-            self._patience(deadline)
+            self._set_timeout(deadline)
             self._socket.sendall(wire.encode(request))
             reply = wire.decode_reply(self._receive(deadline, taken if descriptors else None))
         except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
@@ -117,7 +117,7 @@ class Connection:
             raise PoolUnavailableError(_reason(error)) from None
         if not isinstance(reply, answer):
             self._give_up(taken)
-            raise PoolUnavailableError(reply.reason if isinstance(reply, wire.Refused) else "a wrong answer")
+            raise PoolUnavailableError(reply.reason if isinstance(reply, wire.Refused) else "an unexpected answer")
         return reply, taken
 
     def _give_up(self, descriptors: list[int]) -> None:
@@ -125,7 +125,7 @@ class Connection:
             os.close(descriptor)
         self.close()
 
-    def _patience(self, deadline: float) -> None:
+    def _set_timeout(self, deadline: float) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -145,7 +145,7 @@ class Connection:
                 body = bytes(self._received[head:wanted])
                 del self._received[:wanted]
                 return body
-            self._patience(deadline)
+            self._set_timeout(deadline)
             if descriptors is None:
                 data = self._socket.recv(1 << 18)
             else:
@@ -251,7 +251,7 @@ def _reason(error: Exception) -> str:
         case TimeoutError() | BlockingIOError():
             return "no answer within the deadline"
         case FileNotFoundError() | ConnectionRefusedError():
-            return "nobody serves it"
+            return "no process serves it"
         case EOFError() | ConnectionError():
             return "the owner closed the connection"
     return str(error) or type(error).__name__

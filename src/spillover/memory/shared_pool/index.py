@@ -22,7 +22,7 @@ SLAB_BYTES = 64 << 20
 LEAST_SLABS = 16
 MOST_SLABS = 2048
 
-THERE = -1  # returned instead of an offset: the block is in the pool, or another client is writing it
+PRESENT = -1  # returned instead of an offset: the block is in the pool, or another client is writing it
 FULL = -2  # returned instead of an offset: every slot is being written or read
 
 
@@ -158,7 +158,7 @@ class PoolIndex:
 
     def take(self, client: Client, keys: Sequence[bytes]) -> list[int]:
         """Return for each block the offset to write it to, leased by the client until it publishes the block or leaves;
-        or THERE or FULL."""
+        or PRESENT or FULL."""
         model, places = client.model, []
         stride = -(-model.payload_bytes // PAGE) * PAGE
         size = self._sizes.get(stride) or SlotSize(stride, self.slab_bytes)
@@ -166,7 +166,7 @@ class PoolIndex:
         self._touch([model.blocks[key] for key in keys if key in model.blocks])  # so that they are evicted last
         for key in keys:
             if key in model.blocks or key in model.writing:
-                places.append(THERE)
+                places.append(PRESENT)
                 continue
             slab = self._slab(size, oldest)
             if slab is None:
@@ -181,7 +181,7 @@ class PoolIndex:
             model.writing[key] = block
             client.leases[self.offset(block)] = block
             places.append(self.offset(block))
-        return [FULL if place == THERE and key not in model.blocks and key not in model.writing else place
+        return [FULL if place == PRESENT and key not in model.blocks and key not in model.writing else place
                 for key, place in zip(keys, places, strict=True)]
 
     def publish(self, client: Client, places: Sequence[int], checksums: Sequence[int]) -> list[bool]:
@@ -290,7 +290,7 @@ class PoolIndex:
         del self._unused[:slabs]  # the slabs with the highest numbers
         self.capacity -= slabs * self.slab_bytes
 
-    def take_back(self, slabs: int) -> None:
+    def return_slabs(self, slabs: int) -> None:
         first = self.capacity // self.slab_bytes
         self._unused[:0] = reversed(range(first, first + slabs))
         self.capacity += slabs * self.slab_bytes
@@ -339,13 +339,13 @@ class PoolIndex:
         if not size.open and not self._grow(size):
             if not oldest:
                 oldest.append(self._oldest_slab(size))
-            rival, mine = oldest[0], next(iter(size.idle), None)
+            rival, block = oldest[0], next(iter(size.idle), None)
             # Only whole slabs can change size; that is fair if their mean last use is before this size's oldest block.
-            if rival is not None and (mine is None or rival.age < mine.used):
+            if rival is not None and (block is None or rival.age < block.used):
                 oldest.clear()
                 self._evict(list(rival.blocks.values()))
-            elif mine is not None:
-                self._evict([mine])
+            elif block is not None:
+                self._evict([block])
             if not size.open:
                 self._grow(size)
         return next(iter(size.open.values()), None)

@@ -49,7 +49,7 @@ class PoolOwner:
             self._memory.resize(self.index.capacity)
             self.runs = PoolRuns(self.index, _make_run)
             stack.callback(self.runs.close)
-            self.index.reclaim = lambda: self.runs.make_room(1)
+            self.index.reclaim = lambda: self.runs.free_slabs(1)
             self._listening = stack.enter_context(_listen(path))
             self._waking, self._woken = (stack.enter_context(end) for end in socket.socketpair())
             self._selector = stack.enter_context(selectors.DefaultSelector())
@@ -133,7 +133,7 @@ class PoolOwner:
         if connection.client is not None:
             self.index.leave(connection.client)
             connection.client = None
-        self.runs.leave(connection)
+        self.runs.release(connection)
 
     # Messages
 
@@ -172,7 +172,7 @@ class PoolOwner:
         if request.nbytes < 1:
             raise ValueError(f"a run of {request.nbytes} bytes")
         connection.engine = request.engine
-        run = self.runs.take(connection, (request.digest, request.nbytes))
+        run = self.runs.acquire(connection, (request.digest, request.nbytes))
         if run is None:
             return wire.Kept(wire.FULL), None
         if connection not in run.users:
@@ -204,7 +204,7 @@ class PoolOwner:
             chosen = [model for model in self.index.models.values() if model.identity.hex().startswith(wanted)]
             if len(chosen) != 1:
                 return wire.Refused(f"{len(chosen) or 'no'} models have an identity that begins with "
-                                    f"{request.identity}; `spill cache ls` shows those there are")
+                                    f"{request.identity}; `spill cache ls` lists the models in it")
         return wire.Count(self.index.evict(max(0, request.count), chosen[0], request.older_than))
 
     def report(self, only: Model | None = None) -> wire.Report:
@@ -310,8 +310,8 @@ class _Memory:
         os.close(self.fd)
 
 
-def _other_version(theirs: int) -> wire.Refused:
-    return wire.Refused(f"the pool's owner speaks version {wire.VERSION} and not {theirs}; start it again with the "
+def _other_version(version: int) -> wire.Refused:
+    return wire.Refused(f"the pool's owner speaks version {wire.VERSION} and not {version}; start it again with the "
                         "same release")
 
 

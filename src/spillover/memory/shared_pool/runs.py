@@ -42,7 +42,7 @@ class PoolRuns:
     def nbytes(self) -> int:
         return sum(run.name[1] for run in self)
 
-    def take(self, user: object, name: Name) -> Run | None:
+    def acquire(self, user: object, name: Name) -> Run | None:
         """Return the run and add the user, who has to write it if it is new; None if there is no room for it."""
         run = self._runs.get(name)
         if run is None:
@@ -63,7 +63,7 @@ class PoolRuns:
         run.written = True
         return True
 
-    def leave(self, user: object) -> None:
+    def release(self, user: object) -> None:
         """Remove the user from all runs; drop those that it has not written completely."""
         for run in list(self):
             if user in run.users:
@@ -72,7 +72,7 @@ class PoolRuns:
                 if not run.written:
                     self._drop(run)
 
-    def make_room(self, slabs: int) -> bool:
+    def free_slabs(self, slabs: int) -> bool:
         """Drop runs without users, least recently used first, until there are n slabs that no block has used; return
         whether there are."""
         idle = sorted((run for run in self if not run.users), key=lambda run: run.last_use)
@@ -86,7 +86,7 @@ class PoolRuns:
 
     def _new(self, name: Name) -> Run | None:
         slabs = -(-name[1] // self._index.slab_bytes)
-        if not self.make_room(slabs):
+        if not self.free_slabs(slabs):
             return None
         try:
             fd = self._make(name[1])
@@ -98,6 +98,6 @@ class PoolRuns:
 
     def _drop(self, run: Run) -> None:
         del self._runs[run.name]
-        self._index.take_back(run.slabs)
+        self._index.return_slabs(run.slabs)
         with contextlib.suppress(OSError):
             os.close(run.fd)

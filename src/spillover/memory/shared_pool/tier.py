@@ -18,7 +18,7 @@ from pathlib import Path
 from spillover.kernels.huge_pages import address_of
 from spillover.memory.shared_pool import wire
 from spillover.memory.shared_pool.client import Connection, Connections, PoolMemory, PoolUnavailableError
-from spillover.memory.shared_pool.index import THERE
+from spillover.memory.shared_pool.index import PRESENT
 from spillover.memory.tiers.base import CopyIn, CopyOut, CorruptRecordError, Ticket, TierStats, checksum
 from spillover.memory.tiers.served import Items, ServedTier
 from spillover.memory.transfer.host_pool import HostPool
@@ -89,14 +89,14 @@ class SharedPoolTier(ServedTier):
         self.poll()
         if not keys or not self._usable():
             return Ticket.ended([False] * len(keys))
-        asked, deadline = list(keys), time.monotonic() + self._lookup_seconds
+        wanted, deadline = list(keys), time.monotonic() + self._lookup_seconds
 
         def ask() -> list[bool]:
             with self._connections.use(deadline) as (connection, _):
-                there = connection.ask(wire.Find(asked), wire.Found, deadline).there
+                found = connection.ask(wire.Find(wanted), wire.Found, deadline).there
                 if time.monotonic() >= self._report_at:
                     self._probes.append(self._ask_report(connection, deadline))
-                return there
+                return found
 
         return self._submit(self._lookups, "lookup", ask, deadline)
 
@@ -179,7 +179,7 @@ class SharedPoolTier(ServedTier):
             published = iter(connection.ask(wire.Publish([place for place, _ in written], checksums),
                                             wire.Found, deadline).there if written else ())
             self._written.append(len(written))
-            return [next(published) if place >= 0 else place == THERE for place in places]
+            return [next(published) if place >= 0 else place == PRESENT for place in places]
 
     def _read(self, keys: list[bytes], copy: _Copy, deadline: float) -> list[bool | Exception]:
         """Load blocks, whose bytes `copy` reads from the pool; return for each whether its checksum matches."""
@@ -232,7 +232,7 @@ class SharedPoolTier(ServedTier):
 
     # Results of requests
 
-    def _answered(self, answer: wire.Report) -> None:
+    def _on_probe_answer(self, answer: wire.Report) -> None:
         self._report = answer
 
     def _count(self) -> None:

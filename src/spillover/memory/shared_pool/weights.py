@@ -85,7 +85,7 @@ class SharedWeights:
             ctypes.memmove(address_of(memory), address_of(content), content.nbytes)
             connection.ask(wire.Written(digest, content.nbytes), wire.Count, time.monotonic() + self._seconds)
         elif _differs(memory, content):
-            raise PoolUnavailableError("what it has is not what it should be")
+            raise PoolUnavailableError("weights in the pool differ from the checkpoint's")
         else:
             self.found_bytes += content.nbytes
         if not self._host.adopt_pinned(memory):
@@ -94,8 +94,8 @@ class SharedWeights:
 
     def _give_up(self, reason: str) -> None:
         self._gave_up = True
-        log.warning("weights that are not on the device are kept by this engine alone and not in the shared pool at "
-                    "%s: %s", self._path, reason)
+        log.warning("weights that are not on the device are kept in this engine's own memory, not in the shared pool "
+                    "at %s: %s", self._path, reason)
 
 
 def _differs(one: memoryview, other: memoryview) -> bool:

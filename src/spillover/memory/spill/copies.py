@@ -17,7 +17,7 @@ LINK_SECONDS = 10.0  # deadline of a copy over the link in seconds
 
 
 class LinkCopies:
-    """The copies in flight in both directions. A copy pins its entries until take_out() or take_in() returns it."""
+    """The copies in flight in both directions. A copy pins its entries until a pop_copied method returns it."""
 
     def __init__(self, link: DeviceLink, slots: Slots, rate: float, wake: Callable[[], None]) -> None:
         """Create the lanes. `rate`: bytes per second of the link, which gives the number of blocks of one copy."""
@@ -41,7 +41,7 @@ class LinkCopies:
 
     @property
     def loaded(self) -> bool:
-        """Return whether a copy to the device has completed and take_in() has not returned it yet."""
+        """Return whether a copy to the device has completed and pop_copied_in() has not returned it yet."""
         return any(copy.ticket.done() for copy in self._incoming)
 
     def start_out(self, blocks: Sequence[int], entries: Sequence[Entry], on_end: CopyEnd) -> None:
@@ -58,13 +58,13 @@ class LinkCopies:
                 load.state = LoadState.COPYING
             self._incoming.append(CopyIn(self._submit(self._in, self._link.copy_in, blocks, entries), blocks, loads))
 
-    def take_out(self) -> list[tuple[CopyOut, float | None]]:
+    def pop_copied_out(self) -> list[tuple[CopyOut, float | None]]:
         """Return completed copies from the device, with the seconds each took; None if it failed."""
         self._out.drain()
         ended, self._outgoing = split_ended(self._outgoing)
         return [(copy, self._count(copy, self.to_host)) for copy in ended]
 
-    def take_in(self) -> list[tuple[CopyIn, float | None]]:
+    def pop_copied_in(self) -> list[tuple[CopyIn, float | None]]:
         """Return completed copies to the device, with the seconds each took; None if it failed."""
         self._in.drain()
         ended, self._incoming = split_ended(self._incoming)

@@ -16,8 +16,8 @@ from spillover.memory.spill.loads import CopyEnd, CopyIn, CopyOut, Load, LoadSta
 from spillover.memory.tiers.base import MappedTier, Ticket, Tier
 from spillover.memory.transfer.link import DeviceLink
 
-UNDER_WAY_BYTES = 256 << 20  # bytes of outgoing copies in flight: more would wait past the tier's deadline
-LEAST_UNDER_WAY = 32  # number of blocks that may be in flight whatever their size
+IN_FLIGHT_BYTES = 256 << 20  # bytes of outgoing copies in flight: more would wait past the tier's deadline
+MIN_IN_FLIGHT = 32  # number of blocks that may be in flight whatever their size
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class DirectCopies:
         self.tier = next((tier for tier in tiers if isinstance(tier, MappedTier)), None)
         self.spills = self.tier is not None and len(tiers) == 1 and not keeps
         self._link = link
-        self._most = max(LEAST_UNDER_WAY, UNDER_WAY_BYTES // link.slot_bytes)
+        self._most = max(MIN_IN_FLIGHT, IN_FLIGHT_BYTES // link.slot_bytes)
         self._outgoing: list[DirectOut] = []
         self._incoming: list[DirectIn] = []
 
@@ -71,7 +71,7 @@ class DirectCopies:
 
     @property
     def loaded(self) -> bool:
-        """Return whether a copy to the device has completed and take_in() has not returned it yet."""
+        """Return whether a copy to the device has completed and pop_copied_in() has not returned it yet."""
         return any(copy.ticket.done() for copy in self._incoming)
 
     @property
@@ -103,12 +103,12 @@ class DirectCopies:
         self._incoming += [DirectIn(load, now, place, ticket)
                            for place, (load, ticket) in enumerate(zip(loads, tickets, strict=True), start=1)]
 
-    def take_out(self) -> list[DirectOut]:
+    def pop_copied_out(self) -> list[DirectOut]:
         """Return the completed copies from the device."""
         ended, self._outgoing = split_ended(self._outgoing)
         return ended
 
-    def take_in(self) -> list[DirectIn]:
+    def pop_copied_in(self) -> list[DirectIn]:
         """Return the completed copies to the device."""
         ended, self._incoming = split_ended(self._incoming)
         return ended

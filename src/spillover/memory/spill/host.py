@@ -36,19 +36,19 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Return the number of slots that take() can still return."""
+        """Return the number of slots that acquire() can still return."""
         return len(self._free) + self.limit - self._count
 
     @property
     def used(self) -> int:
         return self._count - len(self._free)
 
-    def take(self) -> int | None:
+    def acquire(self) -> int | None:
         if not self._free and self._count < self.limit:
             self._grow()
         return self._free.pop() if self._free else None
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         self._free.append(slot)
 
     def view(self, slot: int) -> memoryview:
@@ -137,18 +137,18 @@ class HostCache:
         """Create an entry that is not ready and pinned once for the copy that fills it; None if no slot is available.
         `lossy`: a block that no tier below has may be evicted for it."""
         assert self.get(key) is None, "the block is in host memory or on its way there already"
-        slot = self.slots.take()
-        if slot is None and self._make_room(lossy):
-            slot = self.slots.take()
+        slot = self.slots.acquire()
+        if slot is None and self._evict_one(lossy):
+            slot = self.slots.acquire()
         if slot is None:
             return None
         if key in self._entries:
-            self._make_way(self._entries[key])
+            self._rename_forgotten(self._entries[key])
         entry = self._entries[key] = Entry(key, slot)
         entry.pins = 1
         return entry
 
-    def arrive(self, entry: Entry, safe: bool) -> None:
+    def mark_ready(self, entry: Entry, safe: bool) -> None:
         """Mark an entry ready, as its bytes have been written; it is still pinned for the copy that wrote them."""
         assert entry.pins
         entry.ready = True
@@ -188,7 +188,7 @@ class HostCache:
         self._idle -= entry.safe
         del self._entries[entry.key]
         self._unsafe.pop(entry.key, None)
-        self.slots.give_back(entry.slot)
+        self.slots.release(entry.slot)
         entry.slot = -1
 
     @property
@@ -227,7 +227,7 @@ class HostCache:
             assert entry.ready
             assert not entry.safe
 
-    def _make_way(self, entry: Entry) -> None:
+    def _rename_forgotten(self, entry: Entry) -> None:
         """Rename a forgotten entry, so that another entry can have its key."""
         places = [place for place in (self._entries, self._unsafe) if place.pop(entry.key, None) is not None]
         self._renamed += 1
@@ -235,7 +235,7 @@ class HostCache:
         for place in places:
             place[entry.key] = entry
 
-    def _make_room(self, lossy: bool = True) -> bool:
+    def _evict_one(self, lossy: bool = True) -> bool:
         """Evict the least recently used safe entry; if there is none and `lossy` is true, the least recently used."""
         oldest = None
         for entry in self._entries.values() if lossy or len(self._unsafe) < len(self._entries) else ():

@@ -95,26 +95,26 @@ class Search:
         """Search tiers. `answered` is called with each tier's result for each index; no answer counts as a miss."""
         self.sources = sources
         self._answered = answered
-        self._asked: list[tuple[Tier, list[int], Ticket[list[bool]]]] = []
+        self._lookups: list[tuple[Tier, list[int], Ticket[list[bool]]]] = []
         self._nearness: dict[str, int] = {}  # rank of each tier in the order of the lookups, nearest first
 
-    def ask(self, tier: Tier, indices: list[int], ticket: Ticket[list[bool]]) -> None:
-        self._asked.append((tier, indices, ticket))
+    def add_lookup(self, tier: Tier, indices: list[int], ticket: Ticket[list[bool]]) -> None:
+        self._lookups.append((tier, indices, ticket))
         self._nearness.setdefault(tier.name, len(self._nearness))
 
     def ready(self, now: float) -> bool:
         waiting = []
-        for tier, indices, ticket in self._asked:
+        for tier, indices, ticket in self._lookups:
             if ticket.expired(now):
                 ticket.cancel()
             elif not ticket.done():
                 waiting.append((tier, indices, ticket))
                 continue
-            there = ticket.result() or [False] * len(indices)
-            for index, found in zip(indices, there, strict=True):
+            results = ticket.result() or [False] * len(indices)
+            for index, found in zip(indices, results, strict=True):
                 self._answered(tier, index, found)
                 known = self.sources[index]
                 if found and (known is None or self._nearness[tier.name] < self._nearness.get(known, -1)):
                     self.sources[index] = tier.name  # a farther tier may have answered before
-        self._asked = waiting
+        self._lookups = waiting
         return not waiting

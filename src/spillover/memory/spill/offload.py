@@ -61,7 +61,7 @@ class Offload:
         """Remove moved blocks from their sequence's table; doing this in poll() means never while a step is planned."""
         for seq, sequence in self._sequences.items():
             if sequence.moving and not sequence.copies:
-                self._take(seq, sequence)
+                self._finish_move(seq, sequence)
 
     def release(self, seq: str) -> None:
         """Release the slots of a sequence that is being released."""
@@ -73,7 +73,7 @@ class Offload:
         sequence.copies -= len(blocks)
         self._kv.end_copy(blocks)
 
-    def _take(self, seq: str, sequence: _Offloaded) -> None:
+    def _finish_move(self, seq: str, sequence: _Offloaded) -> None:
         moved, sequence.moving = sequence.moving, []
         if all(entry.ready for entry in moved):
             sequence.entries += moved

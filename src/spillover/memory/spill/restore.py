@@ -22,7 +22,7 @@ from spillover.memory.spill.store import SpillStore
 
 TIERS = ("host", "pool", "disk", "remote")  # names of the tiers, nearest first
 STARTED_AT_ONCE = 128  # number of blocks whose loads are started together
-ASKED_AT_ONCE = 32  # number of blocks whose keys are digested together before a lookup in host memory
+LOOKUP_BLOCKS = 32  # number of blocks whose keys are digested together before a lookup in host memory
 COMING_SECONDS = 1.0  # maximum wait in seconds for blocks that another engine is storing
 AGAIN_SECONDS = 0.002  # seconds between two lookups of these blocks
 LEAST_SECONDS = 0.01  # minimum wait in seconds for one more of them: shorter than the step that would compute them
@@ -138,7 +138,7 @@ class _Lookup:
     keys: list[bytes]  # keys digested so far; those of a block's layer groups are consecutive
     rest: Iterator[bytes]  # the remaining keys, digested when they are needed
     search: Search  # the search for the keys digested before it began
-    missing: int = -1  # number of keys that no tier had at the last check of waits(); -1 before the first
+    missing: int = -1  # number of keys that no tier had at the last check of should_wait(); -1 before the first
     since: float = 0.0  # time of the first check
     latest: float = 0.0  # time of the last check that found more keys
     again: float = 0.0  # time of the next search
@@ -157,7 +157,7 @@ class Lookups:
         self._lookups: dict[str, _Lookup] = {}
         self._prefetches: dict[str, list[Load]] = {}
 
-    def ask(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
+    def lookup(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
         """Look up the part of a prompt that the device lacks, and prefetch blocks from slow tiers; return whether every
         tier has answered or timed out. Host memory, which answers at once, is checked again in found()."""
         if not self._store.tiers:
@@ -166,7 +166,7 @@ class Lookups:
             self._start(seq, tokens, *self._kv.cached_prefix(tokens, salt))
         return self._lookups[seq].search.ready(time.monotonic())
 
-    def waits(self, seq: str, cost: ComputeCost, now: float) -> bool:
+    def should_wait(self, seq: str, cost: ComputeCost, now: float) -> bool:
         """Return whether to wait for blocks that another engine is storing: while more of them keep arriving, each
         within the time that computing the missing ones would take."""
         lookup = self._lookups.get(seq)
@@ -196,7 +196,7 @@ class Lookups:
             self.forget(seq)
             self._start(seq, tokens, *self._kv.ready_prefix(seq, salt))
         lookup, width = self._lookups[seq], len(self._kv.windows)
-        first, at_once = (have - lookup.start) * width, ASKED_AT_ONCE * width
+        first, at_once = (have - lookup.start) * width, LOOKUP_BLOCKS * width
         tiers: list[str | None] = []
         while True:
             at = first + len(tiers)

@@ -17,7 +17,7 @@ from spillover.memory.spill.store import SpillStore
 
 # How long a request for room waits for copies before blocks are lost. In the first half of this time none is lost, in
 # the second half the oldest in host memory may be, and after it the device blocks that are to be overwritten.
-PATIENCE_SECONDS = 0.1
+LOSSY_AFTER_SECONDS = 0.1
 AHEAD = 32  # maximum number of early copies to start at once: starting them takes time between two steps
 
 
@@ -37,7 +37,7 @@ class Spiller:
         self._unwanted: set[int] = set()  # blocks not worth a copy, which may be evicted without one
         self._failed: set[int] = set()  # blocks whose copy failed: may be evicted without one, until used again
         self._copying: set[int] = set()
-        self._impatient_at: float | None = None  # when waiting requests for room may lose blocks; None: none waits
+        self._lossy_from: float | None = None  # when waiting requests for room may lose blocks; None: none waits
         tree.listeners.append(self)
 
     # Listener of the prefix tree
@@ -49,7 +49,7 @@ class Spiller:
     def on_idle(self, blocks: Sequence[int]) -> None:
         self._idle.update(blocks)
         self._failed.difference_update(blocks)
-        self._store.used(self._tree.key(block) for block in blocks)
+        self._store.note_use(self._tree.key(block) for block in blocks)
         for block in blocks:
             if block not in self._unwanted:
                 self._dirty[block] = None
@@ -85,33 +85,33 @@ class Spiller:
         return bool(self._dirty)
 
     @property
-    def low(self) -> bool:
+    def few_available(self) -> bool:
         """Return whether few blocks are available without starting another copy, counting those in flight."""
         return bool(self._dirty) and 4 * self._ready() < self._margin
 
-    def make_room(self, blocks: int, urgent: bool) -> bool:
+    def ensure_free(self, blocks: int, urgent: bool) -> bool:
         """Evict until n blocks are free; return whether they are. `urgent`: also evict blocks that no tier has."""
         now = time.monotonic()
-        impatient = urgent or (self._impatient_at is not None and now >= self._impatient_at)
-        wanted = blocks if impatient else blocks + self.reserve
+        lossy_allowed = urgent or (self._lossy_from is not None and now >= self._lossy_from)
+        wanted = blocks if lossy_allowed else blocks + self.reserve
         if self._evict(wanted, lossy=False):
-            self._served(urgent)
+            self._reset_wait(urgent)
             return True
-        self._store.take_spilled()  # blocks copied by now can be evicted without loss or waiting
-        if self._evict(wanted, impatient):
-            self._served(urgent)
+        self._store.process_spills()  # blocks copied by now can be evicted without loss or waiting
+        if self._evict(wanted, lossy_allowed):
+            self._reset_wait(urgent)
             return True
-        if not impatient:
-            if self._impatient_at is None:
-                self._impatient_at = now + PATIENCE_SECONDS
-            lossy = now >= self._impatient_at - PATIENCE_SECONDS / 2
+        if not lossy_allowed:
+            if self._lossy_from is None:
+                self._lossy_from = now + LOSSY_AFTER_SECONDS
+            lossy = now >= self._lossy_from - LOSSY_AFTER_SECONDS / 2
             self._spill(wanted - self._pool.free - len(self._copying), lossy)
         return False
 
-    def _served(self, urgent: bool) -> None:
+    def _reset_wait(self, urgent: bool) -> None:
         """Reset the waiting time for room, unless it was an urgent request that got room."""
         if not urgent:
-            self._impatient_at = None
+            self._lossy_from = None
 
     def flush(self) -> bool:
         """Start copying all blocks that no tier has; return whether any copy was started."""
@@ -119,7 +119,7 @@ class Spiller:
         self._spill(len(self._dirty))
         return len(self._copying) > before
 
-    def may_go(self, blocks: Sequence[int]) -> bool:
+    def can_evict(self, blocks: Sequence[int]) -> bool:
         """Return whether these unreferenced blocks may leave the device without another copy; if not, start copies."""
         dirty = [block for block in blocks if not self._clean(block)]
         for block in reversed(dirty):
@@ -147,7 +147,7 @@ class Spiller:
         """Evict until n blocks are free; return whether they are. `lossy`: also evict blocks that no tier has."""
         clean = self._clean
 
-        def may_go(blocks: Sequence[int]) -> bool:
+        def can_evict(blocks: Sequence[int]) -> bool:
             lost = 0
             for block in blocks:
                 lost += not clean(block)
@@ -156,7 +156,7 @@ class Spiller:
             self._store.dropped += lost
             return True
 
-        return self._tree.evict(wanted, may_go)
+        return self._tree.evict(wanted, can_evict)
 
     def _clean(self, block: int) -> bool:
         """Return whether the block may leave the device without another copy."""
@@ -180,7 +180,7 @@ class Spiller:
             key = key_of(block)
             if store.holds(key):
                 settled.append(block)
-            elif store.doubted(key):
+            elif store.lookup_pending(key):
                 continue
             elif not store.wanted(key):
                 settled.append(block)

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 
 from spillover.memory.kv.events import BlockEvents, EventSourceTier
 from spillover.memory.policies.admission import AdmissionPolicy, Always
-from spillover.memory.spill.below import Below
 from spillover.memory.spill.copies import LinkCopies
 from spillover.memory.spill.direct import DirectCopies, DirectIn
 from spillover.memory.spill.host import Entry, HostCache, Slots
+from spillover.memory.spill.last_tier import LastTier
 from spillover.memory.spill.loads import CopyEnd, Fetch, Load, LoadState, Search
 from spillover.memory.spill.private_slots import PrivateSlots
 from spillover.memory.spill.report import TierReport
@@ -31,7 +31,7 @@ from spillover.memory.transfer.link import DeviceLink
 
 LINK_RATE = 10e9  # assumed bytes per second of a link that was not measured
 LOAD_SECONDS = 15.0  # deadline of a load in seconds, including the wait for a slot
-LOAD_PATIENCE = 0.1  # seconds that a load waits for a slot before it may evict a block that no tier below has
+LOSSY_LOAD_SECONDS = 0.1  # seconds that a load waits for a slot before it may evict a block that no tier below has
 
 
 class SpillStore:
@@ -64,8 +64,8 @@ class SpillStore:
         self.direct = DirectCopies(link, self.tiers, self.keeps)
         self.private = PrivateSlots(self._host, self.copies, self._unpin)
         self._fetches: list[Fetch] = []
-        self._below = Below(self.tiers, self._found_below)
-        self._writes = WriteDown(self._host, self.tiers, self._admission, self._below.offered, self._unpin)
+        self._last_tier = LastTier(self.tiers, self._note_presence)
+        self._writes = WriteDown(self._host, self.tiers, self._admission, self._last_tier.note_offer, self._unpin)
         self._queue: deque[Load] = deque()  # loads that have no slot yet
         self._copyable: list[Load] = []  # held loads with a target block on the device
         self._waiters: dict[bytes, list[Load]] = {}  # key -> loads that wait for its entry to be filled
@@ -76,18 +76,18 @@ class SpillStore:
 
     def holds(self, key: bytes) -> bool:
         """Return whether the block is known to be stored or settled, so that it can leave the device without a copy."""
-        return self._host.use(key) is not None or self._below.settled(key)
+        return self._host.use(key) is not None or self._last_tier.settled(key)
 
-    def doubted(self, key: bytes) -> bool:
+    def lookup_pending(self, key: bytes) -> bool:
         """Return whether a lookup in a tier is pending that decides whether the block can leave the device."""
-        return self._below.doubted(key) and self._host.get(key) is None
+        return self._last_tier.lookup_pending(key) and self._host.get(key) is None
 
-    def used(self, keys: Iterable[bytes]) -> None:
+    def note_use(self, keys: Iterable[bytes]) -> None:
         """Note that a request has used the blocks, so they should be kept: those that a tier lost are offered again."""
         for key in keys if self.tiers else ():
-            self._below.used(key)
-            if not self._below.has(key):
-                self._found_below(key, False)
+            self._last_tier.note_use(key)
+            if not self._last_tier.has(key):
+                self._note_presence(key, False)
 
     def spill(self, items: Sequence[tuple[bytes, int]], on_end: CopyEnd, lossy: bool = False) -> int:
         """Start copies of device blocks, in order; return how many got a slot. A block must not change before `on_end`
@@ -119,8 +119,8 @@ class SpillStore:
 
     def search(self, keys: Sequence[bytes]) -> Search:
         sources: list[str | None] = ["host" if self._ready(key) else None for key in keys]
-        search = Search(sources, lambda tier, index, there: self._below.answered(tier, keys[index], there))
-        self.used(key for key, source in zip(keys, sources, strict=True) if source is not None)
+        search = Search(sources, lambda tier, index, present: self._last_tier.note_result(tier, keys[index], present))
+        self.note_use(key for key, source in zip(keys, sources, strict=True) if source is not None)
         self.search_again(search, keys)
         return search
 
@@ -129,12 +129,12 @@ class SpillStore:
         for tier in self.tiers:
             missing = [index for index, source in enumerate(search.sources) if source is None]
             if missing:
-                search.ask(tier, missing, tier.lookup([keys[index] for index in missing]))
+                search.add_lookup(tier, missing, tier.lookup([keys[index] for index in missing]))
                 search.ready(time.monotonic())
 
     def near(self, keys: Sequence[bytes]) -> list[str | None]:
         """Return the tier that is known to have each block; None if that would take a lookup or no tier has it."""
-        return ["host" if self._ready(key) else self._lower(key) for key in keys]
+        return ["host" if self._ready(key) else self._tier_with(key) for key in keys]
 
     def open(self, keys: Sequence[bytes], tiers: Sequence[str]) -> list[Load]:
         """Start fetching blocks to host memory from the tiers where they were found; each stays pinned there until it
@@ -189,7 +189,7 @@ class SpillStore:
     def busy(self) -> bool:
         """Return whether anything is in progress that poll() would advance. Work past its deadline does not count, so a
         tier that hangs stalls no caller."""
-        if self.copying or self._queue or self._copyable or self._below.busy:
+        if self.copying or self._queue or self._copyable or self._last_tier.busy:
             return True
         now = time.monotonic()
         tickets = itertools.chain((fetch.ticket for fetch in self._fetches), self._writes.tickets())
@@ -209,39 +209,39 @@ class SpillStore:
         self._wake.clear()
         for tier in self.tiers:
             tier.poll()
-        self.take_spilled()
+        self.process_spills()
         loaded = self.copies.loaded or self.direct.loaded
-        self._go_on()
+        self._advance_loads()
         if loaded:  # a request can continue at once
             self._wake.set()
-        self._below.poll()
-        self._writes.take()
-        self._writes.until(self._margin())
+        self._last_tier.poll()
+        self._writes.process_completed()
+        self._writes.write_until(self._margin())
 
     def poll_loads(self) -> None:
         """Do the part of poll() that requests wait for."""
         if self.copies.loading or self.direct.loading or self._fetches or self._queue or self._copyable:
             for tier in self.tiers:
                 tier.poll()
-            self._go_on()
+            self._advance_loads()
 
-    def take_spilled(self) -> None:
+    def process_spills(self) -> None:
         """Do the part of poll() that frees device blocks."""
-        for copy, seconds in self.copies.take_out():
+        for copy, seconds in self.copies.pop_copied_out():
             self.spilled_blocks += len(copy.blocks) if seconds is not None else 0
-            self._arrived(copy.entries, seconds is not None, safe=not self.tiers)
+            self._finish_copies(copy.entries, seconds is not None, safe=not self.tiers)
             copy.on_end(copy.blocks, copy.entries)
-        for direct in self.direct.take_out():
+        for direct in self.direct.pop_copied_out():
             stored = bool(direct.ticket.result())
             self.spilled_blocks += stored
-            self._below.offered(self.tiers[0], direct.key, stored)
+            self._last_tier.note_offer(self.tiers[0], direct.key, stored)
             direct.on_end([direct.block], [Entry(direct.key, -1)])
 
     def flush(self, deadline: float) -> None:
         """Write blocks that only host memory has to the tiers below, until the deadline."""
         while self.tiers and time.monotonic() < deadline:
             self.poll()
-            self._writes.until(self._host.slots.limit)
+            self._writes.write_until(self._host.slots.limit)
             if not self.busy:
                 return
             self.wait(0.05)
@@ -250,7 +250,7 @@ class SpillStore:
         """Forget stored blocks in host memory; with `external` also those in the tiers below it."""
         self._host.clear()
         if external:
-            self._below.clear()
+            self._last_tier.clear()
             for tier in self.tiers:
                 tier.clear()
 
@@ -289,16 +289,16 @@ class SpillStore:
         entry = self._host.use(key)
         return entry if entry is not None and entry.ready else None
 
-    def _lower(self, key: bytes) -> str | None:
+    def _tier_with(self, key: bytes) -> str | None:
         """Return a tier below host memory that is known to have the block."""
-        return next((tier.name for tier in self.tiers if self._below.has(key, tier)), None)
+        return next((tier.name for tier in self.tiers if self._last_tier.has(key, tier)), None)
 
-    def _found_lower(self, load: Load) -> bool:
+    def _find_tier(self, load: Load) -> bool:
         """Return whether a tier below host memory has the block; update load.tier if it is no longer the same one."""
         if any(tier.name == load.tier and tier.has(load.keys[0]) is not False for tier in self.tiers):
             return True
         # A mapped tier is tried without a lookup: its load fails quickly if it does not have the block.
-        found = self.direct.tier.name if self.direct.tier is not None else self._lower(load.keys[0])
+        found = self.direct.tier.name if self.direct.tier is not None else self._tier_with(load.keys[0])
         load.tier = found or "host"
         return found is not None
 
@@ -308,58 +308,58 @@ class SpillStore:
         self.direct.start_in([load for load in self._copyable if not load.entries])
         self._copyable.clear()
 
-    def _go_on(self) -> None:
+    def _advance_loads(self) -> None:
         """Advance all loads as far as possible."""
-        for copy, seconds in self.copies.take_in():
+        for copy, seconds in self.copies.pop_copied_in():
             if seconds:
                 self.rates.observe("host", len(copy.blocks) * self.link.slot_bytes, seconds)
             self._end(copy.loads, LoadState.FAILED if seconds is None else LoadState.DONE)
-        for direct in self.direct.take_in():
-            self._take_direct(direct)
+        for direct in self.direct.pop_copied_in():
+            self._finish_direct_load(direct)
         now = time.monotonic()
         if self._fetches:
-            self._take_fetches(now)
+            self._process_fetches(now)
         if self._queue:
             self._expire_queue(now)
             self._start_loads()
         self._flush_copies()
 
-    def _take_direct(self, copy: DirectIn) -> None:
+    def _finish_direct_load(self, copy: DirectIn) -> None:
         load, tier = copy.load, self.direct.tier
         assert tier is not None
         (key,), ok = load.keys, bool(copy.ticket.result())
-        self._below.answered(tier, key, ok)
+        self._last_tier.note_result(tier, key, ok)
         if ok:
-            self._below.ask(key)  # look up whether the last tier has it, too
+            self._last_tier.request_lookup(key)  # look up whether the last tier has it, too
             self.rates.observe(tier.name, copy.place * self.link.slot_bytes, copy.ticket.at - copy.started)
-        lower = None if ok else self._further(key, tier)
+        lower = None if ok else self._lower_tier_with(key, tier)
         if lower is None:
             self._end([load], LoadState.DONE if ok else LoadState.FAILED)
         else:
             load.tier, load.state = lower.name, LoadState.WAITING
             self._queue.append(load)
 
-    def _further(self, key: bytes, tier: Tier) -> Tier | None:
+    def _lower_tier_with(self, key: bytes, tier: Tier) -> Tier | None:
         """Return a tier below the given one that is known to have the block."""
-        return next((each for each in self.tiers[self.tiers.index(tier) + 1 :] if self._below.has(key, each)), None)
+        return next((each for each in self.tiers[self.tiers.index(tier) + 1 :] if self._last_tier.has(key, each)), None)
 
-    def _take_fetches(self, now: float) -> None:
+    def _process_fetches(self, now: float) -> None:
         pending = []
         for fetch in self._fetches:
             if fetch.ticket.done():
                 ok = bool(fetch.ticket.result())
-                self._below.answered(fetch.tier, fetch.entry.key, ok)
+                self._last_tier.note_result(fetch.tier, fetch.entry.key, ok)
                 if not ok and (another := self._fetch_lower(fetch, now)) is not None:
                     pending.append(another)
                     continue
                 if ok:
-                    self._below.ask(fetch.entry.key)  # look up whether the last tier has it, too
+                    self._last_tier.request_lookup(fetch.entry.key)  # look up whether the last tier has it, too
                     seconds = fetch.ticket.at - fetch.started  # not `now`: a step may have run in between
                     self.rates.observe(fetch.tier.name, fetch.place * self.link.slot_bytes, seconds)
-                safe = not self._below.doubted(fetch.entry.key)
+                safe = not self._last_tier.lookup_pending(fetch.entry.key)
                 if ok and safe:
                     self._writes.promote(fetch.entry, fetch.tier)
-                self._arrived([fetch.entry], ok, safe, fetch.tier.name)
+                self._finish_copies([fetch.entry], ok, safe, fetch.tier.name)
                 continue
             if fetch.ticket.expired(now):  # the waiting loads fail; the slot stays until the worker no longer uses it
                 fetch.ticket.cancel()
@@ -370,18 +370,18 @@ class SpillStore:
     def _fetch_lower(self, failed: Fetch, now: float) -> Fetch | None:
         """Fetch the block from a tier below the failed one, if one is known to have it."""
         key = failed.entry.key
-        tier = self._further(key, failed.tier)
+        tier = self._lower_tier_with(key, failed.tier)
         if tier is None:
             return None
         for load in self._waiters.get(key, ()):
             load.tier = tier.name
         return Fetch(failed.entry, tier, now, 1, tier.load([(key, self._host.slots.view(failed.entry.slot))])[0])
 
-    def _arrived(self, entries: Sequence[Entry], ok: bool, safe: bool, tier: str | None = None) -> None:
+    def _finish_copies(self, entries: Sequence[Entry], ok: bool, safe: bool, tier: str | None = None) -> None:
         """Finish a copy into these entries, from `tier` or (None) the device, which held one pin on each."""
         for entry in entries:
             if ok:
-                self._host.arrive(entry, safe or entry.private)
+                self._host.mark_ready(entry, safe or entry.private)
             for load in self._waiters.pop(entry.key, ()) if self._waiters else ():
                 if load.pending and ok:
                     self._hold(load, entry)
@@ -437,12 +437,12 @@ class SpillStore:
                 elif entry is not None:
                     load.state = LoadState.FETCHING
                     self._waiters.setdefault(key, []).append(load)
-                elif not self._found_lower(load):
+                elif not self._find_tier(load):
                     self._end([load], LoadState.FAILED)
                 elif self.direct.reaches(load.tier):
                     self._held(load)
                 else:
-                    entry = self._host.reserve(key, now >= load.deadline - LOAD_SECONDS + LOAD_PATIENCE)
+                    entry = self._host.reserve(key, now >= load.deadline - LOAD_SECONDS + LOSSY_LOAD_SECONDS)
                     if entry is None:
                         break
                     load.state = LoadState.FETCHING
@@ -464,14 +464,14 @@ class SpillStore:
         wanted = max(2 * self.copies.batch, self._short) + len(self._queue)
         return min(wanted, self._host.slots.limit // 2) if self.keeps else 0
 
-    def _found_below(self, key: bytes, there: bool) -> None:
+    def _note_presence(self, key: bytes, present: bool) -> None:
         """Note whether the last tier has the block. If not, host memory's copy is written to it before its eviction."""
         entry = self._host.get(key)
         if entry is None or not entry.ready or entry.private or entry.writes:
             return
-        if there:
+        if present:
             self._host.mark_safe(entry)
         elif entry.safe:
             self._host.mark_unsafe(entry)
-        if not there and self.eager and not self._below.doubted(key):
+        if not present and self.eager and not self._last_tier.lookup_pending(key):
             self._writes.write([entry])

@@ -15,7 +15,7 @@ from spillover.memory.spill.restore_plan import ComputeCost, first_to_load
 from spillover.memory.spill.spiller import Spiller
 from spillover.memory.spill.store import SpillStore
 
-MAX_PUT_OFF = 8  # maximum number of hurried polls in a row that may defer copies, while enough blocks are available
+MAX_DEFERRED = 8  # maximum number of hurried polls in a row that may defer copies, while enough blocks are available
 READY_SHARE = 8  # at least 1/READY_SHARE of all blocks should be available without waiting for a copy
 
 
@@ -36,16 +36,16 @@ class TieredConnector:
         self._lookups = Lookups(kv, store)
         self._restores: dict[str, Restore] = {}
         self._offload = Offload(kv, store)
-        self._put_off = 0
+        self._num_deferred = 0
 
     # Waiting requests
 
     def lookup(self, seq: str, tokens: Sequence[int], salt: str | None, coming: bool = False) -> bool:
         if self.restore == "never":
             return True
-        if not self._lookups.ask(seq, tokens, salt):
+        if not self._lookups.lookup(seq, tokens, salt):
             return False
-        return not coming or not self._lookups.waits(seq, self.cost, time.monotonic())
+        return not coming or not self._lookups.should_wait(seq, self.cost, time.monotonic())
 
     def forget(self, seq: str) -> None:
         self._lookups.forget(seq)
@@ -116,12 +116,13 @@ class TieredConnector:
         self.store.poll_loads()
 
     def poll(self, hurried: bool = False) -> None:
-        self._put_off += 1
+        self._num_deferred += 1
         hurried &= not self.store.eager  # other engines may wait for these blocks: copy them during prefill
-        if hurried and self._put_off < MAX_PUT_OFF and not self._offload.moving and not self._spiller.low:
+        defer = hurried and self._num_deferred < MAX_DEFERRED
+        if defer and not self._offload.moving and not self._spiller.few_available:
             self.store.poll_loads()
             return
-        self._put_off = 0
+        self._num_deferred = 0
         self.store.poll()
         self._offload.poll()
         self._spiller.poll()

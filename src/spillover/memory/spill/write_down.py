@@ -9,18 +9,18 @@ from spillover.memory.policies.admission import AdmissionPolicy
 from spillover.memory.spill.host import Entry, HostCache
 from spillover.memory.tiers.base import Ticket, Tier
 
-WRITES_AT_ONCE = 32  # maximum number of blocks that `until` writes at the same time
+WRITES_AT_ONCE = 32  # maximum number of blocks that `write_until` writes at the same time
 
 
 class WriteDown:
     def __init__(self, host: HostCache, tiers: Sequence[Tier], admission: AdmissionPolicy,
-                 offered: Callable[[Tier, bytes, bool], None], unpin: Callable[[Entry], None]) -> None:
-        """Write to lower tiers. `offered` is called for each block offered to a tier, with whether the tier has it now;
-        `unpin` releases an entry that a write had pinned."""
+                 on_offered: Callable[[Tier, bytes, bool], None], unpin: Callable[[Entry], None]) -> None:
+        """Write to lower tiers. `on_offered` is called for each block offered to a tier, with whether the tier has it
+        now; `unpin` releases an entry that a write had pinned."""
         self._host = host
         self._tiers = tiers
         self._admission = admission
-        self._offered = offered
+        self._on_offered = on_offered
         self._unpin = unpin
         self._pending: list[tuple[Entry, Tier, Ticket[bool]]] = []
 
@@ -34,7 +34,7 @@ class WriteDown:
         """Yield the entry that each pending write has pinned."""
         return (entry for entry, _, _ in self._pending)
 
-    def take(self) -> None:
+    def process_completed(self) -> None:
         """Process completed writes."""
         if not self._pending:
             return
@@ -46,14 +46,14 @@ class WriteDown:
             if not ticket.done():  # the slot stays pinned until the worker no longer uses it
                 pending.append((entry, tier, ticket))
                 continue
-            self._offered(tier, entry.key, bool(ticket.result()))
+            self._on_offered(tier, entry.key, bool(ticket.result()))
             entry.writes -= 1
             if entry.writes == 0:
                 self._host.mark_safe(entry)
             self._unpin(entry)
         self._pending = pending
 
-    def until(self, spare: int) -> None:
+    def write_until(self, spare: int) -> None:
         """Start writing the oldest blocks that no tier below has, until `spare` slots can be reused without loss."""
         short = min(spare - self._host.spare, WRITES_AT_ONCE) - len(self._pending)
         if short <= 0 or not self._tiers:
@@ -73,7 +73,7 @@ class WriteDown:
                 if self._admission.admit(entry.key, tier.name):
                     chosen.append(entry)
                 else:
-                    self._offered(tier, entry.key, False)
+                    self._on_offered(tier, entry.key, False)
             self._store(tier, chosen)
         for entry in entries:
             if entry.writes == 0:  # the admission policy rejects it for every tier

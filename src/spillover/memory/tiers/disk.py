@@ -132,7 +132,7 @@ class DiskTier:
         self.poll()
         tickets: list[Ticket[bool]] = []
         touched: list[int] = []
-        there: list[int] = []  # slots of blocks already stored, held so that the rest of the batch cannot evict them
+        present: list[int] = []  # slots of blocks already stored, held so that the rest of the batch cannot evict them
         usable = self._usable(self._writing)
         deadline = time.monotonic() + self._store_seconds
         for key, payload in items:
@@ -140,7 +140,7 @@ class DiskTier:
             slot = self._table.find(key)
             if slot is not None:
                 self._table.hold(slot)
-                there.append(slot)
+                present.append(slot)
                 touched.append(slot)
                 tickets.append(Ticket.ended(True))
             elif key in self._storing:
@@ -152,7 +152,7 @@ class DiskTier:
                 self._store_failures += 1
                 tickets.append(Ticket.ended(False))
         self._touch(touched)
-        for slot in there:
+        for slot in present:
             self._table.release(slot)
         return tickets
 
@@ -289,7 +289,7 @@ class DiskTier:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise self._refused("it is, or lies in, a file") from None
+            raise self._refused("it is a file, or inside a file") from None
         except OSError as error:
             raise self._refused(error.strerror or str(error)) from None
         self._lock = FolderLock.acquire(self.path)

@@ -32,7 +32,7 @@ DESCRIPTION = "description.json"
 RECENCY = "recency"
 TOKENS = "tokens"
 TEMPORARY = ".tmp"
-BESIDE = (DESCRIPTION, RECENCY, TOKENS)  # files of a cache next to its segments
+OTHER_FILES = (DESCRIPTION, RECENCY, TOKENS)  # files of a cache next to its segments
 MAX_DESCRIPTION_BYTES = 4096
 RECENCY_BYTES = 16  # bytes per record in the recency file
 _RECENCY = struct.Struct("<Qd")  # sequence number of a record, time of its last use
@@ -114,8 +114,8 @@ class CacheFolder:
             raise SpilloverError(f"--disk {self.path.parent} cannot be used: {self.path.name} in it is a symbolic "
                                  "link; remove it")
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            log.warning("disk cache at %s: others can write to it, and so decide what this server answers; give a "
-                        "folder of your own, or --kv-store-key-file", self.path)
+            log.warning("disk cache at %s: other users can write to it, and so change this server's answers; give a "
+                        "folder that only you can write to, or --kv-store-key-file", self.path)
 
     def segment_files(self) -> list[SegmentFile]:
         """Return the segment files, oldest first."""
@@ -141,7 +141,7 @@ class CacheFolder:
     def small_bytes(self) -> int:
         """Return the bytes of the files other than segments."""
         total = 0
-        for name in BESIDE:
+        for name in OTHER_FILES:
             with suppress(OSError):
                 total += (self.path / name).stat().st_size
         return total
@@ -149,7 +149,7 @@ class CacheFolder:
     def last_use(self) -> float:
         """Return when the cache was last opened, closed or written, in seconds since 1970."""
         times = [file.modified for file in self.segment_files()]
-        for name in BESIDE:
+        for name in OTHER_FILES:
             with suppress(OSError):
                 times.append((self.path / name).stat().st_mtime)
         return max(times, default=0.0)
@@ -198,7 +198,7 @@ class CacheFolder:
         for path in self._files(TEMPORARY):
             path.unlink(missing_ok=True)
         if not any(self._files(SUFFIX)):
-            for name in BESIDE:
+            for name in OTHER_FILES:
                 (self.path / name).unlink(missing_ok=True)
             with suppress(OSError):  # it contains other files
                 self.path.rmdir()

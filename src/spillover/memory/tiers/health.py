@@ -30,7 +30,7 @@ class Health:
         if self.error is None and now - self._last_warning >= QUIET_SECONDS:
             self._last_warning = now
             self._warned = True
-            log.warning("%s: %s; going on without it", self._what, error)
+            log.warning("%s: %s; continuing without it", self._what, error)
         self.error = error
 
     def succeeded(self) -> None:

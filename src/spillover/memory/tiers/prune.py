@@ -82,7 +82,7 @@ def prune(
         after = sum(cache.folder.nbytes() for cache in caches)
         return Pruned(sum(cache.before - len(cache.records) for cache in caches), before - after)
     except OSError as error:
-        raise SpilloverError(f"pruning {root} stopped half-way, which harms no block that is left: {error}") from None
+        raise SpilloverError(f"pruning {root} was interrupted; the remaining blocks are intact: {error}") from None
     finally:
         lock.release()
 
@@ -121,12 +121,12 @@ def _choose(caches: Sequence[_Cache], size: int | None, older_than: float | None
         ((record.used, i, record.place) for i, cache in enumerate(caches) for record in cache.records)
     )
     if everything:
-        going = len(oldest_first)
+        num_dropped = len(oldest_first)
     else:
         limit = time.time() - older_than if older_than is not None else 0.0
-        going = sum(used < limit for used, _, _ in oldest_first)
+        num_dropped = sum(used < limit for used, _, _ in oldest_first)
         if size is not None:
-            low, high = going, len(oldest_first)  # search for the smallest sufficient number of blocks
+            low, high = num_dropped, len(oldest_first)  # search for the smallest sufficient number of blocks
             while low < high:
                 middle = (low + high) // 2
                 left = [0] * len(caches)
@@ -136,8 +136,8 @@ def _choose(caches: Sequence[_Cache], size: int | None, older_than: float | None
                     high = middle
                 else:
                     low = middle + 1
-            going = low
-    for _, i, place in oldest_first[:going]:
+            num_dropped = low
+    for _, i, place in oldest_first[:num_dropped]:
         caches[i].dropped.append(place)
     for cache in caches:
         gone = set(cache.dropped)

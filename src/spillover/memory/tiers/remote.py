@@ -140,7 +140,7 @@ class RemoteTier(ServedTier):
                          retry_seconds=retry_seconds, probe_seconds=probe_seconds, threads=threads, down=False)
         self._client = self._connect(self._seconds)
         self._asking = self._connect(self._lookup_seconds)
-        self._write_health = Health(f"remote cache at {address.shown} takes no blocks")
+        self._write_health = Health(f"remote cache at {address.shown} accepts no blocks")
         self._writes_from = 0.0  # monotonic time before which nothing is stored, because the server refused a store
         self._accounts: deque[tuple[int, int]] = deque()  # from workers: (number of blocks in the store, evicted)
         self._blocks = self._evictions = 0
@@ -213,10 +213,10 @@ class RemoteTier(ServedTier):
         pipe = self._client.pipeline(transaction=False)
         for name in names:
             pipe.exists(name)
-        there = [reply == 1 for reply in self._execute(pipe)]
-        if any(there):
-            self._touch([name for name, found in zip(names, there, strict=True) if found])
-        new = [i for i, found in enumerate(there) if not found]
+        stored = [reply == 1 for reply in self._execute(pipe)]
+        if any(stored):
+            self._touch([name for name, found in zip(names, stored, strict=True) if found])
+        new = [i for i, found in enumerate(stored) if not found]
         if new:
             self._set([names[i] for i in new], [items[i] for i in new])
         return [True] * len(items)
@@ -257,7 +257,7 @@ class RemoteTier(ServedTier):
         if value is None:
             return False
         if not isinstance(value, bytes):
-            return CorruptRecordError("no block lies under this name")
+            return CorruptRecordError("no block is stored under this name")
         view = memoryview(value)
         header = RecordHeader.unpack(view[:HEADER_BYTES], self._identity, self._seal)
         payload = view[HEADER_BYTES:]
@@ -337,10 +337,10 @@ class RemoteTier(ServedTier):
             self._blocks, evicted = self._accounts.popleft()
             self._evictions += evicted
 
-    def _takes_blocks(self) -> bool:
+    def _accepts_blocks(self) -> bool:
         return self._usable() and time.monotonic() >= self._writes_from
 
-    def _said(self, error: Exception) -> str:
+    def _error_text(self, error: Exception) -> str:
         return self._address.hide(str(error))
 
     # Methods called by the owner's thread
@@ -364,7 +364,7 @@ class RemoteTier(ServedTier):
             raise SpilloverError(f"the remote store {self._address.shown} cannot be used: {problem}") from None
         return client
 
-    def _cut_off(self) -> None:
+    def _abort_stuck_requests(self) -> None:
         """Free the workers, which a server that sends very slowly would block indefinitely."""
         self._fail("no answer within the deadline")
         self._disconnect()

@@ -45,23 +45,23 @@ class RemoteAddress:
                 raise SpilloverError(f"--remote {address} needs a host, and a number for a database; write redis://HOST:PORT/NUMBER")
             where = f"[{host}]" if ":" in host else host
             shown = f"{parts.scheme}://{where}:{port or 6379}" + (f"/{database}" if database else "")
-        ours: dict[str, str] = {}
-        theirs: list[tuple[str, str]] = []
+        options: dict[str, str] = {}
+        client_options: list[tuple[str, str]] = []
         secrets = {user or "", password or "", unquote(user or ""), unquote(password or "")}
         for name, value in parse_qsl(parts.query, keep_blank_values=True):
             if name in ("ttl", "size", "timeout"):
-                ours[name] = value
+                options[name] = value
             else:
-                theirs.append((name, value))
+                client_options.append((name, value))
                 if name in ("username", "password", "ssl_password"):
                     secrets.update((value, quote(value)))
         return cls(
-            url=text.partition("?")[0] + ("?" + urlencode(theirs) if theirs else ""),
+            url=text.partition("?")[0] + ("?" + urlencode(client_options) if client_options else ""),
             shown=shown,
             secrets=tuple(sorted((secret for secret in secrets if secret), key=len, reverse=True)),
-            ttl=_seconds(shown, "ttl", ours.get("ttl")),
-            size=_size(shown, ours.get("size")),
-            timeout=_seconds(shown, "timeout", ours.get("timeout")),
+            ttl=_seconds(shown, "ttl", options.get("ttl")),
+            size=_size(shown, options.get("size")),
+            timeout=_seconds(shown, "timeout", options.get("timeout")),
         )
 
     def hide(self, text: str) -> str:

@@ -78,5 +78,5 @@ def read_seal(key_file: str | None) -> Seal:
         raise SpilloverError(f"--kv-store-key-file {path} holds {min(len(secret), MOST_KEY_BYTES + 1)} bytes, and a "
                              f"key has {LEAST_KEY_BYTES} to {MOST_KEY_BYTES}; make one with `openssl rand -hex 32`")
     if mode & 0o007:
-        log.warning("--kv-store-key-file %s can be read by everybody on this machine; type `chmod 600 %s`", path, path)
+        log.warning("--kv-store-key-file %s can be read by other users; type `chmod 600 %s`", path, path)
     return KeyedSeal(secret)

@@ -78,7 +78,7 @@ class ServedTier:
             for ticket in lane.drain():
                 self._end(self._work.pop(ticket), ticket)
             if self._open and lane.stuck(time.monotonic()):
-                self._cut_off()
+                self._abort_stuck_requests()
         self._count()
         waiting = self._work.values()
         if self._probes and "probe" not in waiting:
@@ -140,10 +140,10 @@ class ServedTier:
     def _release_idle(self) -> None:
         """Release resources kept for a server that may be down; called by workers too."""
 
-    def _cut_off(self) -> None:
+    def _abort_stuck_requests(self) -> None:
         """Free workers that hang past their deadline, if requests do not time out by themselves."""
 
-    def _answered(self, answer: Any) -> None:
+    def _on_probe_answer(self, answer: Any) -> None:
         """Process the answer to a probe."""
 
     def _ended(self, kind: str, result: Any, error: Exception | None) -> None:
@@ -152,11 +152,11 @@ class ServedTier:
     def _count(self) -> None:
         """Process the counts collected by workers."""
 
-    def _said(self, error: Exception) -> str:
+    def _error_text(self, error: Exception) -> str:
         """Return an error's text without secrets, for logs."""
         return str(error)
 
-    def _takes_blocks(self) -> bool:
+    def _accepts_blocks(self) -> bool:
         return self._usable()
 
     # Shared implementation
@@ -195,7 +195,7 @@ class ServedTier:
         the tickets are already done."""
         self.poll()
         storing = kind == "store"
-        if not (self._takes_blocks() if storing else self._usable()):
+        if not (self._accepts_blocks() if storing else self._usable()):
             self._store_failures += len(items) if storing else 0
             return [Ticket.ended(False) for _ in items]
         lane = self._writing if storing else self._reading
@@ -231,7 +231,7 @@ class ServedTier:
             self._clear_wanted = False
         self._ended(kind, result, error)
         if error is not None and not isinstance(error, self._harmless):
-            self._fail(self._said(error))
+            self._fail(self._error_text(error))
 
     def _probe_idle(self) -> None:
         """Probe the server on an idle worker; poll() processes the answer."""
@@ -243,9 +243,9 @@ class ServedTier:
 
     def _take_probe(self, answer: Any) -> None:
         if isinstance(answer, Exception):
-            self._fail(self._said(answer))
+            self._fail(self._error_text(answer))
         else:
-            self._answered(answer)
+            self._on_probe_answer(answer)
             self._down = False
             self._health.succeeded()
 

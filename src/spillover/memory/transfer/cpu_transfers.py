@@ -45,7 +45,7 @@ class CpuTransfers:
         self.queue.promote(ticket.turn, Priority.DEMAND)
         ticket.future.result()
 
-    def mark(self) -> None:
+    def record_event(self) -> None:
         return None
 
     def close(self) -> None:

@@ -72,11 +72,11 @@ class CudaTransfers:
         stream = self._streams[priority]
         if after is not None:
             stream.wait_event(after)
-        with torch.cuda.stream(stream), self._ahead(stream, priority):
+        with torch.cuda.stream(stream), self._closed_gate(stream, priority):
             for target, source in pairs:
                 target, source = target.view(-1), source.view(-1)
                 for start in range(0, len(target), CHUNK_BYTES):
-                    self._give_way(priority)
+                    self._wait_at_gates(priority)
                     target[start : start + CHUNK_BYTES].copy_(source[start : start + CHUNK_BYTES], non_blocking=True)
             ended: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record(stream)
@@ -87,14 +87,14 @@ class CudaTransfers:
     def wait(self, ticket: Event | Future[Event]) -> None:
         torch.cuda.current_stream().wait_event(ticket.result() if isinstance(ticket, Future) else ticket)
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def demand(self, target: Tensor, source: Tensor) -> None:
         """Copy in the order of the current stream, which needs the result to continue, ahead of prefetches."""
-        with self._ahead(torch.cuda.current_stream(), Priority.DEMAND):
+        with self._closed_gate(torch.cuda.current_stream(), Priority.DEMAND):
             target.copy_(source, non_blocking=True)
         self.queue.count(Priority.DEMAND, target.nbytes)
 
@@ -105,20 +105,20 @@ class CudaTransfers:
         except SpilloverError:  # it could not be pinned
             memory = self.pool.allocate(max(1, tensor.nbytes), "sleep")
         host = torch.frombuffer(memory, dtype=torch.uint8)[: tensor.nbytes]
-        self.start_all([(host, _bytes_of(tensor))], Priority.SPILL, self.mark()).synchronize()
+        self.start_all([(host, _bytes_of(tensor))], Priority.SPILL, self.record_event()).synchronize()
         return host.view(tensor.dtype).view(tensor.shape)
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Copy a tensor that `to_host` returned back to the device, and free the host memory."""
         target = torch.empty_like(tensor, device=self.device)
-        self.start_all([(_bytes_of(target), _bytes_of(tensor))], Priority.DEMAND, self.mark()).synchronize()
+        self.start_all([(_bytes_of(target), _bytes_of(tensor))], Priority.DEMAND, self.record_event()).synchronize()
         self.pool.free(tensor.data_ptr())
         return target
 
     def queue_copies(self, targets: Addresses, sources: Addresses, sizes: Addresses, priority: Priority,
                      pinned: bool) -> None:
         """Queue copies between addresses on the stream of a priority."""
-        self._give_way(priority)
+        self._wait_at_gates(priority)
         self._driver.copy(targets, sources, sizes, self._streams[priority].cuda_stream, pinned)
         self.queue.count(priority, int(sizes.sum()))
 
@@ -128,7 +128,7 @@ class CudaTransfers:
         done, pinned = self._event(), self.pool.pin(host.astype(np.int64))
         stream = self._streams[priority].cuda_stream
         with self.queue.turn(Turn(priority, int(sizes.sum()))):
-            gate = self._gate(priority) if priority is Priority.RESTORE and self._may_hold_up() else 0
+            gate = self._gate(priority) if priority is Priority.RESTORE and self._may_block_prefetches() else 0
             if self._library is not None:
                 code = self._library.cuda_copy(
                     ctypes.byref(self._table), self._context, gate or None, targets.ctypes.data, sources.ctypes.data,
@@ -152,7 +152,7 @@ class CudaTransfers:
         self.pool.close()
 
     @contextmanager
-    def _ahead(self, stream: torch.cuda.Stream, priority: Priority) -> Iterator[None]:
+    def _closed_gate(self, stream: torch.cuda.Stream, priority: Priority) -> Iterator[None]:
         """Make prefetches wait for the copies queued within the context, if their priority is DEMAND."""
         if priority is Priority.DEMAND:
             self._driver.write_value(stream.cuda_stream, self._gate(priority), 1)
@@ -162,7 +162,7 @@ class CudaTransfers:
             if priority is Priority.DEMAND:
                 self._driver.write_value(stream.cuda_stream, self._gate(priority), 0)
 
-    def _give_way(self, priority: Priority) -> None:
+    def _wait_at_gates(self, priority: Priority) -> None:
         """Make the stream of PREFETCH wait while a more urgent copy of its direction runs; do nothing for others."""
         if priority is Priority.PREFETCH:
             stream = self._streams[priority].cuda_stream
@@ -172,7 +172,7 @@ class CudaTransfers:
     def _gate(self, priority: Priority) -> int:
         return self._gates.data_ptr() + 4 * priority
 
-    def _may_hold_up(self) -> bool:
+    def _may_block_prefetches(self) -> bool:
         """Return whether a restore may block prefetches, which is limited in time if restores follow each other."""
         now = time.monotonic()
         if now - self._restored_at > BURST_SECONDS or now - self._burst_began > 2 * BURST_SECONDS:

@@ -98,10 +98,10 @@ class SlotMap:
         ids, addresses = np.array(blocks, dtype=np.int64), self._addresses(slots)
         if ids.min() < 1 or ids.max() > self._num_blocks:
             raise ValueError(f"blocks {ids.min()} to {ids.max()} of 1 to {self._num_blocks}")
-        apart = (ids[1:] - ids[:-1] != 1) | (addresses[1:] - addresses[:-1] != self._slot_bytes)
-        if apart.all():
+        breaks = (ids[1:] - ids[:-1] != 1) | (addresses[1:] - addresses[:-1] != self._slot_bytes)
+        if breaks.all():
             return Runs(ids, addresses, np.ones(len(ids), dtype=np.int64))
-        starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
+        starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
         counts = np.diff(np.append(starts, len(ids)))
         return Runs(ids[starts], addresses[starts], counts)
 

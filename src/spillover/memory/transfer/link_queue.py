@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
-PATIENCE = 0.02  # maximum seconds that a copy waits for copies of a higher priority
+MAX_WAIT_SECONDS = 0.02  # maximum seconds that a copy waits for copies of a higher priority
 MIN_MEASURED_BYTES = 1 << 20  # minimum bytes of a copy from which the link's rate is measured
 WINDOW = 1.0  # minimum seconds over which the busy share of the link is measured
 
@@ -78,7 +78,7 @@ class LinkQueue:
         """Wait for the link, run the copy within the context, and count it; this blocks the calling thread."""
         with self._changed:
             self._waiting.append(turn)
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + MAX_WAIT_SECONDS
             while self._is_behind(turn) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._waiting.remove(turn)

@@ -11,8 +11,8 @@ from spillover.memory.transfer.link_queue import LinkQueue, Priority
 class Transfers(Protocol):
     """A copier of weights, which are copied before they are needed; KV blocks are copied by a DeviceLink.
 
-    A ticket represents a copy; `wait` makes the next kernels wait for it. `mark` returns a point after all kernels so
-    far, which a copy into memory that they use must wait for.
+    A ticket represents a copy; `wait` makes the next kernels wait for it. `record_event` returns a point after
+    all kernels so far, which a copy into memory that they use must wait for.
     """
 
     @property
@@ -26,7 +26,7 @@ class Transfers(Protocol):
 
     def wait(self, ticket: Any) -> None: ...
 
-    def mark(self) -> Any: ...
+    def record_event(self) -> Any: ...
 
     def close(self) -> None:
         """Complete all copies and free host memory, except for that of KV, which a link releases."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spillover.errors import CheckpointError, shown
+from spillover.errors import CheckpointError, short_repr
 from spillover.models.config import ModelConfig, expert_format, optional, parse_config, require
 from spillover.models.layers import MixtureDecoder, decoder_specs, experts, matrix, mlp_specs
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs
@@ -18,7 +18,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
     bias = bool(hf.get("attention_bias", False))
     step, dense = optional(hf, "decoder_sparse_step", least=0) or 1, hf.get("mlp_only_layers") or []
     if not isinstance(dense, list):
-        raise CheckpointError(f"config.json: 'mlp_only_layers' is {shown(dense)}, not a list")
+        raise CheckpointError(f"config.json: 'mlp_only_layers' is {short_repr(dense)}, not a list")
     window = optional(hf, "sliding_window") if hf.get("use_sliding_window", False) else None
     return parse_config(
         hf,

@@ -10,20 +10,20 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from spillover.kernels.extents import CODE_BLOCK
-from spillover.kernels.formats.gguf_codes import FORMS, Codes
+from spillover.kernels.formats.gguf_codes import CODE_FORMS, Codes
 
 _SUPER = 256  # columns of a block of Q4_K, Q5_K and Q6_K
 
 
 def has_codes(kind: GGMLQuantizationType) -> bool:
-    return kind.name in FORMS
+    return kind.name in CODE_FORMS
 
 
 def codes_of(raw: np.ndarray[tuple[int, int], np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Codes:
-    """Split `raw` [rows, bytes], whose type is in FORMS, into codes, scales and offsets."""
+    """Split `raw` [rows, bytes], whose type is in CODE_FORMS, into codes, scales and offsets."""
     blocks = torch.from_numpy(raw).view(raw.shape[0], -1, GGML_QUANT_SIZES[kind][1])
     values, block, head = _SPLIT[kind.name](blocks)
-    return Codes(FORMS[kind.name], values.reshape(raw.shape[0], -1), tuple(block), tuple(head))
+    return Codes(CODE_FORMS[kind.name], values.reshape(raw.shape[0], -1), tuple(block), tuple(head))
 
 
 _Split = tuple[Tensor, list[Tensor], list[Tensor]]  # values, numbers per block, numbers per head

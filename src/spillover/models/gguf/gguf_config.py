@@ -10,7 +10,7 @@ from typing import Any
 
 from gguf.constants import GGMLQuantizationType
 
-from spillover.errors import CheckpointError, shown
+from spillover.errors import CheckpointError, short_repr
 from spillover.models.config import MOST, MOST_EXPERTS, MOST_LAYERS, MOST_NUMBER
 from spillover.models.gguf.gguf_header import GGUFHeader
 
@@ -45,7 +45,7 @@ def end_token_ids(metadata: dict[str, Any], path: Path) -> list[int]:
     ids = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]
     for index in ids:
         if type(index) is not int or not 0 <= index <= MOST:
-            raise CheckpointError(f"{path}: {shown(index)} among its end-of-sequence ids is not a token id")
+            raise CheckpointError(f"{path}: {short_repr(index)} among its end-of-sequence ids is not a token id")
     tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(kinds, list):
         return list(dict.fromkeys(ids))
@@ -59,8 +59,8 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
     metadata = header.metadata
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
-        raise CheckpointError(f"{path} holds the architecture {shown(arch)}, which is not supported; those that are: "
-                              f"{', '.join(ARCHITECTURES)}")
+        raise CheckpointError(f"{path} holds the architecture {short_repr(arch)}, which is not supported; supported "
+                              f"are {', '.join(ARCHITECTURES)}")
 
     def field(key: str, default: Any = None) -> Any:
         value = metadata.get(f"{arch}.{key}", default)
@@ -75,7 +75,7 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
     def count(key: str, default: int | None = None, most: int = MOST) -> int:
         value = field(key, default)
         if type(value) is not int or value < 1:
-            raise CheckpointError(f"{path}: {arch}.{key} is {shown(value)}, and not a positive whole number")
+            raise CheckpointError(f"{path}: {arch}.{key} is {short_repr(value)}, and not a positive whole number")
         if value > most:
             raise CheckpointError(f"{path}: {arch}.{key} is {value:,}; it can be at most {most:,}")
         return value
@@ -86,7 +86,7 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
     def number(key: str, default: float | None = None) -> float:
         value = field(key, default)
         if not isinstance(value, int | float) or not 0 < value <= MOST_NUMBER:
-            raise CheckpointError(f"{path}: {arch}.{key} is {shown(value)}, and not a positive number")
+            raise CheckpointError(f"{path}: {arch}.{key} is {short_repr(value)}, and not a positive number")
         return value
 
     if "token_embd.weight" not in header.tensors:
@@ -174,8 +174,8 @@ def _rope_scaling(metadata: dict[str, Any], arch: str, path: Path, rope_factors:
         if arch == "gpt-oss":
             scaling["truncate"] = False
         return scaling
-    raise CheckpointError(f"{path} scales rope by {shown(kind)}, which is not supported; none, linear, llama3 and yarn "
-                          "are")
+    raise CheckpointError(f"{path} scales rope by {short_repr(kind)}, which is not supported; supported are none, "
+                              "linear, llama3 and yarn")
 
 
 def _llama3_scaling(factors: Sequence[float], theta: float, head_dim: int, path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from gguf.constants import (
     GGUFValueType,
 )
 
-from spillover.errors import CheckpointError, shown
+from spillover.errors import CheckpointError, short_repr
 from spillover.models.config import named
 
 MAGIC = b"GGUF"
@@ -71,7 +71,7 @@ def read_header(path: Path) -> GGUFHeader:
     header = _read_one(path)
     count = header.metadata.get("split.count", 0)
     if type(count) is not int or not 0 <= count <= MOST_FILES:
-        raise CheckpointError(f"{path}: split.count is {shown(count)}; it can be 0 to {MOST_FILES:,}")
+        raise CheckpointError(f"{path}: split.count is {short_repr(count)}; it can be 0 to {MOST_FILES:,}")
     if count <= 1:
         return header
     ending = f"-00001-of-{count:05d}.gguf"
@@ -122,7 +122,7 @@ def _parse(cursor: _Cursor, path: Path, size: int) -> GGUFHeader:
         infos.append((name, GGMLQuantizationType(cursor.scalar("I")), shape, cursor.scalar("Q")))
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment is {shown(alignment)}, not a power of two")
+        raise ValueError(f"general.alignment is {short_repr(alignment)}, not a power of two")
     start = -(-cursor.position // alignment) * alignment
     tensors = {name: GGUFTensor(name, kind, shape, path, start + offset) for name, kind, shape, offset in infos}
     for tensor in tensors.values():

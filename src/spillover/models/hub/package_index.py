@@ -58,19 +58,19 @@ def pip_settings(environment: Mapping[str, str] = os.environ) -> Settings:
 
 def find(project: str, file: str, settings: Settings) -> str:
     """Return the URL of `file` from the first source that has it, with the fragment that states the index's hash."""
-    complaints = []
+    failures = []
     for source in settings.sources:
         try:
             for url in _links(project, source, settings.connection):
                 if unquote(urlsplit(url).path).rsplit("/", 1)[-1] == file and _may_link(source.url, url):
                     return url
         except DownloadError as error:
-            complaints.append(f"{shown(source.url)}: {error}")
+            failures.append(f"{shown(source.url)}: {error}")
         else:
-            complaints.append(f"{shown(source.url)} does not have it")
-    asked = "; ".join(complaints) or "pip is configured with no index"
-    raise SpilloverError(f"no package index gave {file} ({asked}); check the network and which index pip is configured "
-                         "with (pip config list)")
+            failures.append(f"{shown(source.url)} does not have it")
+    reasons = "; ".join(failures) or "pip is configured with no index"
+    raise SpilloverError(f"no package index gave {file} ({reasons}); check the network and which index pip is "
+                         "configured with (pip config list)")
 
 
 def _links(project: str, source: Source, connection: Connection) -> list[str]:

@@ -19,7 +19,7 @@ from spillover.kernels.formats.base import Linear, Weight, WeightFormat
 from spillover.kernels.linear import embedding
 from spillover.kernels.moe.experts import Experts, expert_stacks
 from spillover.kernels.moe.moe import LocalExperts, expert_mlp, moe, route
-from spillover.kernels.quantize import Inputs, Quantized
+from spillover.kernels.quantize import InputStats, Quantized
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.config import ModelConfig
 from spillover.models.loader import PartReader
@@ -100,12 +100,12 @@ class Calibration:
         for expert in range(spec.experts) if spec.experts else (None,):
             matrix = weight.tensors[0] if expert is None else weight.tensors[0][expert]
             total = observed.sums.pop(matrix.data_ptr(), None)
-            inputs = None if total is None else Inputs.of(total)
+            stats = None if total is None else InputStats.of(total)
             for rows in matrix.split_with_sizes(spec.sources[0].rows):
                 name = next(names)
-                if self._scheme.leaves(name.removesuffix(".weight")):
+                if self._scheme.ignores(name.removesuffix(".weight")):
                     continue
-                made = self._scheme.round(rows) if inputs is None else self._scheme.compensate(rows, inputs)
+                made = self._scheme.round(rows) if stats is None else self._scheme.gptq_round(rows, stats)
                 rows.copy_(made.dequantize(torch.float32))
                 self._codes[name] = made
 
@@ -135,8 +135,8 @@ class _EachExpert:
     second: Experts
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                own: LocalExperts | None = None) -> Tensor:
-        ids, shares = route(scores, k, renormalize, limit, own)
+                local: LocalExperts | None = None) -> Tensor:
+        ids, shares = route(scores, k, renormalize, limit, local)
         return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, self.first, self.second, index, limit))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spillover.errors import SpilloverError, shown
+from spillover.errors import SpilloverError, short_repr
 from spillover.models.tokenizer import Tokenizer
 
 LENGTH = 512  # tokens per sequence
@@ -65,8 +65,8 @@ def conversations(file: Path) -> Iterator[list[dict[str, str]]]:
 
 
 def _no_text(file: Path, place: str, entry: object) -> SpilloverError:
-    return SpilloverError(f"{file}, {place}: {shown(entry)} is no text; an entry is a string, an object with 'text', "
-                          "or one with 'messages' or 'conversations'")
+    return SpilloverError(f"{file}, {place}: {short_repr(entry)} is no text; an entry is a string, an object with "
+                          "'text', or one with 'messages' or 'conversations'")
 
 
 def read_text(file: Path) -> str:

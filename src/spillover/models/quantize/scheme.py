@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spillover.errors import SpilloverError
 from spillover.kernels.fields import Field
-from spillover.kernels.quantize import Inputs, Quantized, compensate, round_to_fp8, round_to_int
+from spillover.kernels.quantize import InputStats, Quantized, gptq_round, round_to_fp8, round_to_int
 
 INT_BITS = {"int4": 4, "int8": 8}
 KINDS = ("int4", "int8", "fp8")
@@ -42,7 +42,7 @@ class Scheme:
                 "config_groups": {"group_0": group}, "ignore": list(self.ignored), "kv_cache_scheme": None,
                 "global_compression_ratio": None}
 
-    def leaves(self, module: str) -> bool:
+    def ignores(self, module: str) -> bool:
         """Return whether a module is not quantised."""
         return any(re.match(name.removeprefix("re:"), module) is not None if name.startswith("re:") else name == module
                    for name in self.ignored)
@@ -54,9 +54,9 @@ class Scheme:
             return round_to_fp8(weight, dtype)
         return round_to_int(weight, INT_BITS[self.kind], self.group, dtype)
 
-    def compensate(self, weight: Tensor, inputs: Inputs) -> Quantized:
+    def gptq_round(self, weight: Tensor, stats: InputStats) -> Quantized:
         """Quantise weight [N, K] such that its outputs on these inputs change little."""
-        return compensate(weight, inputs, INT_BITS[self.kind], self.group, getattr(torch, self.dtype))
+        return gptq_round(weight, stats, INT_BITS[self.kind], self.group, getattr(torch, self.dtype))
 
     def fields(self, module: str, rows: int, columns: int) -> list[Field]:
         """List the tensors that store a module's weight."""
@@ -89,7 +89,7 @@ def make_scheme(kind: str, columns: Iterable[tuple[str, int]], group: int | None
         if group is not None:
             raise SpilloverError("--group-size is for int4 and int8: fp8 weights have a scale per row")
         return scheme
-    taken = [(name, count) for name, count in columns if not scheme.leaves(name.removesuffix(".weight"))]
+    taken = [(name, count) for name, count in columns if not scheme.ignores(name.removesuffix(".weight"))]
     fitting = [size for size in GROUPS if all(count % size == 0 for _, count in taken)]
     if group is None and fitting:
         return Scheme(kind, fitting[0], scheme.ignored, dtype)
@@ -97,8 +97,10 @@ def make_scheme(kind: str, columns: Iterable[tuple[str, int]], group: int | None
         raise SpilloverError(f"--group-size is a multiple of 8, such as 128, 64 or 32; got {group}")
     name, count = next(((name, count) for name, count in taken if count % (group or GROUPS[-1])), ("", 0))
     if name:
-        said = f"--group-size {', '.join(map(str, fitting))} would fit" if fitting else "--ignore can leave it as it is"
-        raise SpilloverError(f"groups of {group or GROUPS[-1]} do not divide the {count} columns of {name}; {said}")
+        advice = "--ignore can leave it as it is"
+        if fitting:
+            advice = f"--group-size {', '.join(map(str, fitting))} would fit"
+        raise SpilloverError(f"groups of {group or GROUPS[-1]} do not divide the {count} columns of {name}; {advice}")
     return Scheme(kind, group or GROUPS[0], scheme.ignored, dtype)
 
 

@@ -121,7 +121,7 @@ def matrices(specs: WeightSpecs, scheme: Scheme | None = None) -> Iterator[tuple
     for part, listed in specs.items():
         for spec in listed if part.startswith("layers.") else ():
             for name in matrix_names(spec):
-                if scheme is None or not scheme.leaves(name.removesuffix(".weight")):
+                if scheme is None or not scheme.ignores(name.removesuffix(".weight")):
                     yield name, spec.shape[-1]
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 Ranges = tuple[tuple[int, int], ...]  # ranges [start, stop), which are concatenated
 VOCABULARY_UNIT = 128  # granularity of parts of a large vocabulary in rows: the block size of FP8 weights
 _MANY = 1 << 20  # factor, larger than the columns of any group, by which sizes are checked to be linear
-ONCE = ("o_bias", "down_bias", "experts.down_bias")  # biases added by rank 0 only, as all ranks' products are summed
+# Biases added by rank 0 only, as all ranks' products are summed.
+RANK_ZERO_BIASES = ("o_bias", "down_bias", "experts.down_bias")
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ class Shard:
 
     def planned(self, config: ModelConfig) -> ModelConfig:
         """Return the configuration of the part that the rank holds, for its plan: only its own experts."""
-        own = self.experts(config.num_experts)
+        local = self.experts(config.num_experts)
         config = self.decoder(config)
-        return config if own is None else replace(config, num_experts=len(own),
-                                                  experts_per_token=min(config.experts_per_token, len(own)))
+        return config if local is None else replace(config, num_experts=len(local),
+                                                    experts_per_token=min(config.experts_per_token, len(local)))
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Cut:
     """A rank's part of one checkpoint tensor."""
 
     name: str  # name in the checkpoint; an expert may have another name at the rank
-    whole: tuple[int, ...]  # shape in the checkpoint
+    full_shape: tuple[int, ...]  # shape in the checkpoint
     ranges: tuple[Ranges | None, ...]  # ranges in each dimension; None: all of it
 
 
@@ -177,7 +178,7 @@ def _spec_cut(spec: WeightSpec, config: ModelConfig, shard: Shard) -> _SpecCut |
     experts = shard.experts(config.num_experts) if is_expert(spec.name) else None
     if experts is not None:
         return _SpecCut(experts=experts)
-    if spec.name in ONCE:
+    if spec.name in RANK_ZERO_BIASES:
         return _SpecCut() if shard.rank == 0 else None
     name = spec.name.removeprefix("experts.").removesuffix("_bias")
     dim = config.head_dim

@@ -118,10 +118,10 @@ def open_shard(checkpoint: Checkpoint, cuts: Cuts) -> Checkpoint:
 
 def _aligned(cut: Cut, shape: tuple[int, ...]) -> _Dims | None:
     """Match the dimensions of a cut with those in a file, which may have more or fewer dimensions of size 1."""
-    if shape == cut.whole:
+    if shape == cut.full_shape:
         dims: _Dims = list(cut.ranges)
     else:
-        expected = [(size, ranges) for size, ranges in zip(cut.whole, cut.ranges, strict=True) if size != 1]
+        expected = [(size, ranges) for size, ranges in zip(cut.full_shape, cut.ranges, strict=True) if size != 1]
         if [size for size, _ in expected] != [size for size in shape if size != 1]:
             return None
         left = iter(expected)

@@ -170,7 +170,7 @@ def find_card(name: str) -> Card:
     return found
 
 
-def card_here(device: CudaDevice) -> Card | None:
+def find_local_card(device: CudaDevice) -> Card | None:
     """Return the table's entry for a card by the name that its driver reports; None if it is not in the table."""
     words = device.name.lower().replace("-", " ").split()
     return next((card for card in CARDS.values() if card.name.split("-")[-1] in words), None)

@@ -70,21 +70,21 @@ async def embeddings(http: HttpRequest) -> Response:
              responses=refusals(statuses=(400, 401, 404, 413, 415, 500, 503)),
              openapi_extra=body_of(TokenizeTextRequest, TokenizeChatRequest))
 async def tokenize(http: HttpRequest,
-                   asked: Annotated[TokenizeTextRequest | TokenizeChatRequest, Depends(_TokenizeBody().read)],
+                   body: Annotated[TokenizeTextRequest | TokenizeChatRequest, Depends(_TokenizeBody().read)],
                    ) -> Response:
     front = front_of(http)
-    front.model_name(asked.model)
+    front.model_name(body.model)
     front.require_engine()
-    renders = isinstance(asked, TokenizeChatRequest)
-    return Response(await prepare(http, lambda: _tokenized(front, asked), renders), media_type="application/json")
+    renders = isinstance(body, TokenizeChatRequest)
+    return Response(await prepare(http, lambda: _tokenized(front, body), renders), media_type="application/json")
 
 
-def _tokenized(front: Front, asked: TokenizeTextRequest | TokenizeChatRequest) -> bytes:
-    if isinstance(asked, TokenizeTextRequest):
-        ids = front.tokenizer.encode(asked.prompt, asked.add_special_tokens)
+def _tokenized(front: Front, body: TokenizeTextRequest | TokenizeChatRequest) -> bytes:
+    if isinstance(body, TokenizeTextRequest):
+        ids = front.tokenizer.encode(body.prompt, body.add_special_tokens)
     else:
-        ids = prompt_ids(front, asked, asked.tools or ())
-    strings = [front.texts.name(token) for token in ids] if asked.return_token_strs else None
+        ids = prompt_ids(front, body, body.tools or ())
+    strings = [front.texts.name(token) for token in ids] if body.return_token_strs else None
     return encode({"count": len(ids), "max_model_len": front.client.info.max_model_len, "tokens": ids,
                    "token_strs": strings})
 
@@ -161,7 +161,7 @@ async def stop_profile(http: HttpRequest) -> Response:
 def _profiler_dir(http: HttpRequest) -> str:
     folder = front_of(http).settings.profiler_dir
     if folder is None:
-        raise ApiError(404, "This server does not profile: start it with --profiler-dir DIR, where traces go.",
+        raise ApiError(404, "Profiling is off: start the server with --profiler-dir DIR, a folder for the traces.",
                        code="unsupported")
     return folder
 

@@ -20,7 +20,7 @@ from spillover.server.api.documents import STREAMED, body_of, refusals
 from spillover.server.api.errors import ApiError
 from spillover.server.api.requests.conversation import prompt_ids
 from spillover.server.api.requests.json_body import JsonBody
-from spillover.server.api.requests.sampling import answer_room, sampling_params, structured_outputs
+from spillover.server.api.requests.sampling import resolve_max_tokens, sampling_params, structured_outputs
 from spillover.server.api.tools import Delta, Reader, ToolUse, read_all, tool_use
 from spillover.server.front import Front, front_of, prepare, wants_timings
 from spillover.server.schemas.schemas_chat import ChatRequest, ChatResponse
@@ -61,10 +61,10 @@ def _job(front: Front, body: ChatRequest, use: ToolUse | None, name: str) -> Job
             changes["skip_special_tokens"] = False
     ids = prompt_ids(front, body, use.tools if use is not None else ())
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    asked: int | None = getattr(body, limit)
-    if asked == 0:
+    requested: int | None = getattr(body, limit)
+    if requested == 0:
         raise ApiError(400, f"{limit} must be at least 1 in a chat request; got 0", limit)
-    room = answer_room(front.context, len(ids), asked, None, limit, "messages")
+    room = resolve_max_tokens(front.context, len(ids), requested, None, limit, "messages")
     params = sampling_params(body, front.client.factory.sampling_defaults, room,
                              (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs, structured,
                              **changes)

@@ -21,7 +21,7 @@ from spillover.server.api.answers.token_text import TextOffsets
 from spillover.server.api.documents import STREAMED, body_of, refusals
 from spillover.server.api.errors import ApiError
 from spillover.server.api.requests.json_body import JsonBody
-from spillover.server.api.requests.sampling import answer_room, sampling_params, structured_outputs
+from spillover.server.api.requests.sampling import resolve_max_tokens, sampling_params, structured_outputs
 from spillover.server.front import Front, front_of, prepare, wants_timings
 from spillover.server.schemas.schemas_completions import CompletionRequest, CompletionResponse
 
@@ -68,7 +68,7 @@ def _jobs(front: Front, body: CompletionRequest, name: str) -> list[Job]:
         ids = front.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
         if body.truncate_prompt_tokens is not None:
             ids = ids[-body.truncate_prompt_tokens:]
-        room = answer_room(front.context, len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens", "prompt")
+        room = resolve_max_tokens(front.context, len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens", "prompt")
         params = sampling_params(body, front.client.factory.sampling_defaults, max(room, 1), body.logprobs,
                                  max(scored, default=None), structured)
         jobs.append(Job(front.client.factory.make(None, ids, params, body.priority or 0, body.cache_salt,

@@ -19,8 +19,8 @@ log = logging.getLogger("spillover.server")
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
           500: "server_error", 503: "service_unavailable_error"}
-_SENTENCES = {404: "There is no {method} {path} here; GET /openapi.json lists what there is.",
-              405: "{path} does not take {method}; GET /openapi.json lists what it takes."}
+_SENTENCES = {404: "There is no {method} {path} here; GET /openapi.json lists all routes.",
+              405: "{path} does not accept {method}; GET /openapi.json lists the methods of each route."}
 
 # Codes of requests refused for the server's limits or for safety; /metrics counts each.
 REFUSALS = ("request_too_large", "too_many_values", "too_deep", "too_many_messages", "bodies_busy",
@@ -102,9 +102,9 @@ def _is_form(part: int | str) -> bool:
 
 def add_error_handlers(app: FastAPI) -> None:
     async def expected(request: Request, error: Exception) -> Response:
-        told = as_api_error(error, request.scope.get("request_id", ""))
-        request.scope["spillover.refusal"] = told.code
-        return error_response(told)
+        api_error = as_api_error(error, request.scope.get("request_id", ""))
+        request.scope["spillover.refusal"] = api_error.code
+        return error_response(api_error)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

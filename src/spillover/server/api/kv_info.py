@@ -30,7 +30,7 @@ async def kv_info(http: HttpRequest) -> Response:
 
 
 def info_of(front: Front) -> KvInfo:
-    client, now = front.client, front.client.latest()
+    client, now = front.client, front.client.latest_stats()
     info = client.info
     events, plan = info.config.kv_events, info.plan
     token_seconds = now.prefill_token_seconds or None

@@ -43,7 +43,7 @@ async def live(http: HttpRequest) -> Response:
     """
     front = front_of(http)
     if front.client.gave_up and not front.draining:
-        raise ApiError(503, f"The engine is gone for good: {front.client.trouble}.", code="engine_unavailable")
+        raise ApiError(503, f"The engine has failed for good: {front.client.trouble}.", code="engine_unavailable")
     return _status("alive")
 
 

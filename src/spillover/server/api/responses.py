@@ -21,7 +21,7 @@ from spillover.server.api.documents import STREAMED, body_of, refusals
 from spillover.server.api.errors import ApiError, as_api_error
 from spillover.server.api.requests.conversation import prompt_ids
 from spillover.server.api.requests.json_body import JsonBody
-from spillover.server.api.requests.sampling import answer_room, kv_coming
+from spillover.server.api.requests.sampling import kv_coming, resolve_max_tokens
 from spillover.server.api.tools import Delta, ToolUse, tool_use
 from spillover.server.front import Front, front_of, prepare, wants_timings
 from spillover.server.schemas.schemas_chat import ChatMessage, ConversationFields
@@ -112,7 +112,7 @@ def _job(front: Front, body: ResponsesRequest, use: ToolUse | None, before: Stor
         messages += as_messages([item.model_dump() for item in body.input])
     if len(messages) > front.settings.max_messages:
         raise ApiError(400, f"the conversation has {len(messages)} messages; at most {front.settings.max_messages} are "
-                            f"taken (--max-messages)", "previous_response_id", "too_many_messages")
+                            f"allowed (--max-messages)", "previous_response_id", "too_many_messages")
     system = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     structured, skip_special = _structured(body), True
     if use is not None:
@@ -122,7 +122,7 @@ def _job(front: Front, body: ResponsesRequest, use: ToolUse | None, before: Stor
         structured = use.constraint or structured
         skip_special = use.format != "mistral"  # Mistral's tool call mark is a special token
     ids = prompt_ids(front, ConversationFields(messages=[*system, *messages]), use.tools if use is not None else ())
-    room = answer_room(front.context, len(ids), body.max_output_tokens, None, "max_output_tokens", "input")
+    room = resolve_max_tokens(front.context, len(ids), body.max_output_tokens, None, "max_output_tokens", "input")
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     sent = {name: value for name in names if (value := getattr(body, name)) is not None}
     params = SamplingParams(**(front.client.factory.sampling_defaults | sent), seed=body.seed,
@@ -132,10 +132,10 @@ def _job(front: Front, body: ResponsesRequest, use: ToolUse | None, before: Stor
 
 
 def _structured(body: ResponsesRequest) -> StructuredOutputs | None:
-    asked = body.text.format if body.text is not None else None
-    if isinstance(asked, NamedSchema):
-        return StructuredOutputs(json=asked.schema_, sent_as="text.format")
-    return StructuredOutputs(json_object=True, sent_as="text.format") if isinstance(asked, JsonObject) else None
+    text_format = body.text.format if body.text is not None else None
+    if isinstance(text_format, NamedSchema):
+        return StructuredOutputs(json=text_format.schema_, sent_as="text.format")
+    return StructuredOutputs(json_object=True, sent_as="text.format") if isinstance(text_format, JsonObject) else None
 
 
 class _Writer:
@@ -149,13 +149,14 @@ class _Writer:
         self._timed = timed
         self._reader = use.reader() if use is not None else None
         self._number = 0
-        asked = body.text.format if body.text is not None else None
+        text_format = body.text.format if body.text is not None else None
         self._head: dict[str, Any] = {
             "id": f"resp_{request_id}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
             "model": model, "output": [], "usage": None, "error": None, "incomplete_details": None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "temperature": job.requests[0].params.temperature, "top_p": job.requests[0].params.top_p,
-            "text": {"format": asked.model_dump(by_alias=True, exclude_none=True) if asked else {"type": "text"}},
+            "text": {"format": {"type": "text"} if text_format is None
+                     else text_format.model_dump(by_alias=True, exclude_none=True)},
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
             "tool_choice": "auto", "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id, "truncation": "disabled", "store": stored,
@@ -193,8 +194,8 @@ class _Writer:
         except Exception as error:
             if not begun:
                 raise
-            told = as_api_error(error, self._head["id"])
-            failed = self._head | {"status": "failed", "error": {"code": "server_error", "message": told.message}}
+            api_error = as_api_error(error, self._head["id"])
+            failed = self._head | {"status": "failed", "error": {"code": "server_error", "message": api_error.message}}
             yield self._event("response.failed", {"response": failed})
 
     def _read(self, text: str, last: bool) -> list[Event]:

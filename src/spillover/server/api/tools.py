@@ -90,7 +90,7 @@ def tool_use(tools: Sequence[Tool] | None, choice: str | NamedToolChoice | None,
     """Return the tools of a request; None if it uses none. `choice` and `parallel` are the chat request's fields."""
     if not tools:
         if choice == "required" or isinstance(choice, NamedToolChoice):
-            raise ApiError(400, "tool_choice asks for a call, but there are no tools: send some", "tool_choice")
+            raise ApiError(400, "tool_choice requires a call, but the request has no tools: add some", "tool_choice")
         return None
     if choice == "none":
         return None

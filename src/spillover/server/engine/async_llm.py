@@ -47,7 +47,7 @@ INLINE_CHARACTERS = 4096  # longer prompts are prepared in a thread, as tokenisi
 
 
 @dataclass(eq=False)
-class _Open:
+class _OpenRequest:
     """An answer that is being generated."""
 
     answer: Answer
@@ -89,8 +89,8 @@ class AsyncLLM:
         self._stats = LiveStats()
         self._default_params = SamplingParams()  # replaced by the model's defaults in start()
         self._ids = itertools.count(1)
-        self._open: dict[int, tuple[_Open, Request]] = {}
-        self._named: dict[str, _Open] = {}  # requests of generate() and chat(), by request_id
+        self._open: dict[int, tuple[_OpenRequest, Request]] = {}
+        self._by_request_id: dict[str, _OpenRequest] = {}  # requests of generate() and chat(), by request_id
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._ended: deque[float] = deque(maxlen=256)  # times at which the last sequences finished
         self._stopping: asyncio.Task[None] | None = None
@@ -183,7 +183,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Abort the request of `generate` or `chat` with this id; its last result has the finish reason "abort"."""
-        entry = self._named.get(request_id)
+        entry = self._by_request_id.get(request_id)
         if entry is None:  # it has finished already
             return
         for request in entry.answer.requests:
@@ -262,7 +262,7 @@ class AsyncLLM:
         """Return the prompt tokens of sequences without output tokens: an upper bound of those left to compute."""
         return sum(request.num_prompt for _, request in self._open.values() if not request.output_token_ids)
 
-    def latest(self) -> LiveStats:
+    def latest_stats(self) -> LiveStats:
         """Return the engine's last reported state; at most 0.25 s old while the engine works."""
         return self._stats
 
@@ -275,11 +275,11 @@ class AsyncLLM:
         `requests` are the n sequences that `factory.make` made of one request; `name` is its id for `abort`. Otherwise
         the same as `generate`.
         """
-        if name is not None and name in self._named:
+        if name is not None and name in self._by_request_id:
             raise RequestError(f"a request with the id '{name}' runs already; give each one its own")
         entry = self._submit(requests, prompt)
         if name is not None:
-            self._named[name] = entry
+            self._by_request_id[name] = entry
         try:
             while True:
                 await entry.grown.wait()
@@ -294,7 +294,7 @@ class AsyncLLM:
         finally:
             self._abort([id for id in entry.ids if id in self._open])
             if name is not None:
-                del self._named[name]
+                del self._by_request_id[name]
 
     async def call(self, method: Method, timeout: float = 120.0) -> LiveStats:
         """Call stats, reset_prefix_cache, sleep or wake_up; return the engine's state. EngineDead or SpilloverError."""
@@ -329,12 +329,12 @@ class AsyncLLM:
             async for answer in answers:
                 yield answer.output()
 
-    def _submit(self, requests: list[Request], prompt: str | None) -> _Open:
+    def _submit(self, requests: list[Request], prompt: str | None) -> _OpenRequest:
         process = self._check_serving()
         self._check_queue(len(requests))
         named = {next(self._ids): request for request in requests}
         message = encode_add(named)
-        entry = _Open(Answer(requests, prompt, self.tokenizer), list(named), asyncio.Event())
+        entry = _OpenRequest(Answer(requests, prompt, self.tokenizer), list(named), asyncio.Event())
         for id, request in named.items():
             self._open[id] = (entry, request)
         process.send(message)
@@ -400,7 +400,7 @@ class AsyncLLM:
             if found is None:  # it was aborted while the step ran
                 continue
             entry, request = found
-            if self._grow(entry, request, update, now):
+            if self._apply_update(entry, request, update, now):
                 stopped.append(update.id)
             if request.finish_reason is not None:
                 self._ended.append(now)
@@ -411,7 +411,7 @@ class AsyncLLM:
         if step.stats is not None:
             self._stats = step.stats
 
-    def _grow(self, entry: _Open, request: Request, update: Update, now: float) -> bool:
+    def _apply_update(self, entry: _OpenRequest, request: Request, update: Update, now: float) -> bool:
         """Apply a sequence's update; return True if a stop string ended it, which the engine does not know yet."""
         mirror(request, update)
         if update.error is not None:

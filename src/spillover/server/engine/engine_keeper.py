@@ -19,7 +19,7 @@ from spillover.models.config import ModelConfig
 from spillover.plan.planner import Plan
 from spillover.server.engine.heartbeat import HangLimits
 from spillover.server.engine.protocol import Failed, FromEngine, Planned, Progress, Ready, Reply, Step
-from spillover.server.engine.supervisor import EngineProcess, describe_exit
+from spillover.server.engine.supervisor import EngineProcess, exit_description
 
 log = logging.getLogger("spillover.server")
 
@@ -75,8 +75,8 @@ class EngineKeeper:
         self._ready: asyncio.Future[Ready] | None = None
         self._state: Literal["starting", "ready", "dead"] = "starting"
         self._why = "the engine is starting"
-        self._hang: str | None = None  # why the keeper killed the running process for a hang
-        self._heard = time.monotonic()  # time of the engine's last message
+        self._hang_reason: str | None = None  # why the keeper killed the running process for a hang
+        self._last_message = time.monotonic()  # time of the engine's last message
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -118,10 +118,10 @@ class EngineKeeper:
         if self.state == "hung" and self._process is not None:
             age = self.heartbeat_age
             since = datetime.now(UTC) - timedelta(seconds=age)
-            return (f"the engine has given no sign of life for {age:.1f} s (since {since:%Y-%m-%dT%H:%M:%SZ}), last "
-                    f"heard {self._process.heartbeat.described}; after {self.limits.hang_seconds:g} s it is started "
-                    "again")
-        return f"{self._why}, and is not started again" if self.gave_up else f"{self._why}; try again soon"
+            return (f"the engine has sent no heartbeat for {age:.1f} s (since {since:%Y-%m-%dT%H:%M:%SZ}); in its last "
+                    f"one it was {self._process.heartbeat.described}; after {self.limits.hang_seconds:g} s it is "
+                    "restarted")
+        return f"{self._why}, and is not restarted" if self.gave_up else f"{self._why}; try again soon"
 
     def serving(self) -> EngineProcess:
         """Return the process to send requests to; raise EngineDead if there is none that can serve them."""
@@ -138,8 +138,8 @@ class EngineKeeper:
 
     async def _launch(self) -> None:
         """Start an engine process and wait until it is ready. Raise SpilloverError if it cannot start."""
-        self._state, self._why, self._hang = "starting", "the engine is starting", None
-        self._heard = time.monotonic()
+        self._state, self._why, self._hang_reason = "starting", "the engine is starting", None
+        self._last_message = time.monotonic()
         self._ready = asyncio.get_running_loop().create_future()
         process = self._process = EngineProcess(self._config, self._handle)
         try:
@@ -149,10 +149,10 @@ class EngineKeeper:
                 if self._ready.done():
                     break
                 if process.exited.done():
-                    raise SpilloverError(self._start_failure(process.exited.result(), await process.last_words()))
-                if time.monotonic() - self._heard > START_SECONDS:
-                    raise SpilloverError(f"the engine process gave no sign of life for {START_SECONDS:.0f} s while "
-                                         "starting, and was killed; its log above says how far it came")
+                    raise SpilloverError(self._start_failure(process.exited.result(), await process.failure()))
+                if time.monotonic() - self._last_message > START_SECONDS:
+                    raise SpilloverError(f"the engine process reported no progress for {START_SECONDS:.0f} s while "
+                                         "starting, and was killed; its log above shows how far it came")
         except BaseException:
             self._state = "dead"
             process.close()
@@ -175,17 +175,17 @@ class EngineKeeper:
         self._state = "ready"
 
     def _start_failure(self, code: int, failed: Failed | None) -> str:
-        if self._hang is not None:
-            return f"the engine {self._hang}, while starting"
+        if self._hang_reason is not None:
+            return f"the engine {self._hang_reason}, while starting"
         if failed is None:
-            return f"the engine {describe_exit(code)} while starting"
+            return f"the engine {exit_description(code)} while starting"
         if failed.expected:
             return failed.message
         log.error("The engine failed while starting:\n%s", failed.message.rstrip())
         return f"the engine failed while starting: {failed.message.strip().splitlines()[-1]}"
 
     def _handle(self, message: FromEngine) -> None:
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         match message:
             case Step() | Reply():
                 self._on_message(message)
@@ -206,10 +206,10 @@ class EngineKeeper:
         while True:
             assert self._process is not None
             code = await asyncio.shield(self._process.exited)
-            end = self._hang if self._hang is not None else describe_exit(code)
+            end = self._hang_reason if self._hang_reason is not None else exit_description(code)
             self._state, self._why = "dead", f"the engine {end}"
             self._on_lost(f"{self._why} before the request was done")
-            failed = await self._process.last_words()
+            failed = await self._process.failure()
             self._process.close()
             log.error("The engine (process %d) %s%s", self._process.pid, end,
                       f":\n{failed.message.rstrip()}" if failed is not None else "")
@@ -229,7 +229,7 @@ class EngineKeeper:
                 await self._launch()
             except SpilloverError as error:
                 self._why = str(error)
-                log.error("The engine could not be started again: %s", error)
+                log.error("The engine could not be restarted: %s", error)
                 quick_deaths += 1
             else:
                 log.info("The engine is ready again (process %d)", self.info.pid)
@@ -245,14 +245,14 @@ class EngineKeeper:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             process = self._process
-            if process is None or process.exited.done() or self._hang is not None:
+            if process is None or process.exited.done() or self._hang_reason is not None:
                 continue
-            process.heartbeat.look()
+            process.heartbeat.poll()
             if degraded != (self.state == "hung"):
                 degraded = not degraded
-                log.warning("%s", self.trouble if degraded else "The engine gives signs of life again")
-            self._hang = process.heartbeat.hang(self.limits)
-            if self._hang is not None:
+                log.warning("%s", self.trouble if degraded else "The engine sends heartbeats again")
+            self._hang_reason = process.heartbeat.hang(self.limits)
+            if self._hang_reason is not None:
                 self.hangs += 1
-                log.error("The engine (process %d) %s; it is killed", process.pid, self._hang)
+                log.error("The engine (process %d) %s; it is killed", process.pid, self._hang_reason)
                 process.kill()

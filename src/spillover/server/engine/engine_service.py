@@ -112,8 +112,8 @@ class EngineService:
         self._stopped = False
         self._sleeping = False
         self._stalled = False
-        self._told = 0.0  # time when the engine's state was last sent to the front
-        self._current = False  # whether that state is still current
+        self._last_sent = 0.0  # time when the engine's state was last sent to the front
+        self._stats_current = False  # whether that state is still current
         self._weight_bytes = parts.engine.runner.weight_bytes
         self._sources = TokenSources()
         self._output_tokens = 0
@@ -137,18 +137,18 @@ class EngineService:
         changed = self._engine.step()
         self._profile.stepped(self._engine.num_steps - steps)
         self._stalled = not changed and self._engine.num_steps == steps
-        self._tell([update for request in changed if (update := self._update(request))])
+        self._send_updates([update for request in changed if (update := self._update(request))])
 
     # Messages in
 
     def _receive(self) -> None:
         """Receive all pending messages; wait for one if there is nothing else to do."""
         if self._sleeping or not self._engine.has_work:
-            if not self._current:
-                self._tell([], now=True)
+            if not self._stats_current:
+                self._send_updates([], now=True)
             self._pulse.at(IDLE)
             self._poller.poll(IDLE_TIERS_MS if self._scheduler.connector.tiers else None)
-            self._current = False
+            self._stats_current = False
             if self._ranks is not None:
                 self._ranks.check()
         elif self._stalled:
@@ -198,7 +198,7 @@ class EngineService:
             return
         for sequence in wanted:
             del self._sequences[sequence.id]
-        self._tell([Update(sequence.id, [], finish_reason="error", error=error) for sequence in wanted])
+        self._send_updates([Update(sequence.id, [], finish_reason="error", error=error) for sequence in wanted])
 
     def _abort(self, id: int, reason: str) -> None:
         sequence = self._sequences.pop(id, None)
@@ -239,7 +239,7 @@ class EngineService:
             return
         self._check_host_memory()
         self._sleeping = True  # no step is launched from here on, even if moving the weights fails half way
-        self._tell([update for request in self._engine.drain() if (update := self._update(request))])
+        self._send_updates([update for request in self._engine.drain() if (update := self._update(request))])
         self._engine.sleep()
 
     def _wake_up(self) -> None:
@@ -269,13 +269,13 @@ class EngineService:
             del self._sequences[sequence.id]
         return update
 
-    def _tell(self, updates: list[Update], now: bool = False) -> None:
+    def _send_updates(self, updates: list[Update], now: bool = False) -> None:
         """Send the updates; also the engine's state if it is due, or at once with `now`."""
         time_now = time.monotonic()
-        due = now or time_now - self._told >= STATS_SECONDS
+        due = now or time_now - self._last_sent >= STATS_SECONDS
         if due:
-            self._told = time_now
-        self._current = due
+            self._last_sent = time_now
+        self._stats_current = due
         if updates or due:
             self._send(Step(updates, self._stats() if due else None))
 
@@ -362,7 +362,7 @@ class GrammarWorker:
         self._compiler: GrammarCompiler | None = None
         self._pool = ThreadPoolExecutor(1, "spillover-grammar-worker")  # reading the vocabulary is slow
         self._done: queue.SimpleQueue[tuple[list[Sequence], str | None]] = queue.SimpleQueue()
-        self._wakeup, self._button = sockets.socketpair()
+        self._wakeup_receiver, self._wakeup_sender = sockets.socketpair()
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Submit the sequences of one request; each gets a copy of the grammar."""
@@ -373,14 +373,14 @@ class GrammarWorker:
         found = []
         while not self._done.empty():
             found.append(self._done.get())
-            self._wakeup.recv(1)
+            self._wakeup_receiver.recv(1)
         return found
 
     def stats(self) -> GrammarStats:
         return self._compiler.stats() if self._compiler is not None else GrammarStats()
 
     def fileno(self) -> int:
-        return self._wakeup.fileno()
+        return self._wakeup_receiver.fileno()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -396,7 +396,7 @@ class GrammarWorker:
             assert wanted is not None
             self._compiler.begin(wanted).add_done_callback(lambda future: self._end(sequences, future))
         except Exception as error:  # a grammar must never fail other requests
-            self._tell(sequences, str(error))
+            self._finish(sequences, str(error))
 
     def _end(self, sequences: list[Sequence], future: Future[Grammar]) -> None:
         error = future.exception()
@@ -405,11 +405,11 @@ class GrammarWorker:
                 sequence.request.grammar = future.result().copy()
         elif not isinstance(error, RequestError):
             error = RequestError(f"structured output could not be prepared: {error}")
-        self._tell(sequences, None if error is None else str(error))
+        self._finish(sequences, None if error is None else str(error))
 
-    def _tell(self, sequences: list[Sequence], error: str | None) -> None:
+    def _finish(self, sequences: list[Sequence], error: str | None) -> None:
         self._done.put((sequences, error))
-        self._button.send(b"!")
+        self._wakeup_sender.send(b"!")
 
 
 def _throttled(send: Callable[[FromEngine], None]) -> Callable[[int, int, str], None]:

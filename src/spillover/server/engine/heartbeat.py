@@ -60,24 +60,24 @@ class Heartbeat:
     """The front's end: the engine's last reported activity, and for how long the engine has been silent."""
 
     def __init__(self) -> None:
-        self._ours, self.theirs = os.pipe()
-        os.set_blocking(self._ours, False)
-        self._looked = time.monotonic()
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._polled_at = time.monotonic()
         self.silence = 0.0  # seconds without a heartbeat, counting only time in which the front was running
         self.activity = IMPORTING
         self.steps = 0
         self.seconds = 0.0  # seconds in the activity at the last heartbeat
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read the heartbeats since the last call; called several times per second."""
-        if self._ours < 0:
+        if self._read_end < 0:
             return
         now = time.monotonic()
-        self.silence += min(now - self._looked, _LONGEST_TICK)
-        self._looked = now
+        self.silence += min(now - self._polled_at, _LONGEST_TICK)
+        self._polled_at = now
         data = b""
         with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._ours, 65536):
+            while part := os.read(self._read_end, 65536):
                 data += part
         if len(data) >= _BEAT.size:  # a pipe never splits writes this small
             self.activity, self.steps, self.seconds = _BEAT.unpack(data[len(data) - _BEAT.size:])
@@ -87,7 +87,7 @@ class Heartbeat:
         """Return why the engine is considered hung and must be killed; None if it is not."""
         patience = max(limits.hang_seconds, IMPORT_SECONDS if self.activity == IMPORTING else 0.0)
         if self.silence > patience:
-            return f"hung: it gave no sign of life for {self.silence:.0f} s, last heard {self.described}"
+            return f"hung: it sent no heartbeat for {self.silence:.0f} s; in its last one it was {self.described}"
         if self.activity in (STEP, CALL) and self.seconds > limits.step_seconds:
             return f"hung: it was {self.described} for {self.seconds:.0f} s"
         return None
@@ -97,14 +97,14 @@ class Heartbeat:
         what = ACTIVITIES[self.activity]
         return f"{what} ({self.steps:,} done before it)" if self.activity == STEP else what
 
-    def close_theirs(self) -> None:
+    def close_write_end(self) -> None:
         """Close the engine's end, once the engine process has inherited it."""
-        if self.theirs >= 0:
-            os.close(self.theirs)
-            self.theirs = -1
+        if self.write_end >= 0:
+            os.close(self.write_end)
+            self.write_end = -1
 
     def close(self) -> None:
-        self.close_theirs()
-        if self._ours >= 0:
-            os.close(self._ours)
-            self._ours = -1
+        self.close_write_end()
+        if self._read_end >= 0:
+            os.close(self._read_end)
+            self._read_end = -1

@@ -26,7 +26,7 @@ STOP_SECONDS = 15.0  # seconds for an engine to stop, as it may still write KV t
 # The number of messages handled before other callbacks run on the event loop. A front slower than the engine then sends
 # the tokens of a few steps in one chunk and so catches up; readers wait for no more than these messages.
 MESSAGES_AT_ONCE = 4
-LAST_WORDS_SECONDS = 0.5  # seconds for a failing engine's last message to arrive after its exit
+FAILURE_SECONDS = 0.5  # seconds for a failing engine's last message to arrive after its exit
 MAX_FOLDER = 80  # maximum length of the folder's path, as a socket's path has at most 107 bytes
 
 
@@ -55,15 +55,15 @@ class EngineProcess:
             environment = {"GOMP_SPINCOUNT": "10000", **os.environ}
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "spillover.server.engine.engine_process"], stdin=subprocess.PIPE,
-                env=environment, pass_fds=(self.heartbeat.theirs,))
+                env=environment, pass_fds=(self.heartbeat.write_end,))
         except BaseException:
             self.heartbeat.close()
             self._close_socket()
             raise
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain_soon)
-        launch = msgspec.json.encode(Launch(endpoint, config, os.getpid(), self.heartbeat.theirs)) + b"\n"
-        self.heartbeat.close_theirs()
+        launch = msgspec.json.encode(Launch(endpoint, config, os.getpid(), self.heartbeat.write_end)) + b"\n"
+        self.heartbeat.close_write_end()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process died at once; `exited` will report it
             self._process.stdin.write(launch)
@@ -84,10 +84,10 @@ class EngineProcess:
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._drain_soon()
 
-    async def last_words(self) -> Failed | None:
+    async def failure(self) -> Failed | None:
         """Return the error that an exited engine sent, if any; it may arrive a moment after the exit."""
         code = await asyncio.shield(self.exited)
-        deadline = self._loop.time() + LAST_WORDS_SECONDS
+        deadline = self._loop.time() + FAILURE_SECONDS
         while code > 0 and self._failed is None and self._loop.time() < deadline:
             self._drain()
             await asyncio.sleep(0.01)
@@ -161,7 +161,7 @@ class EngineProcess:
             self._folder = None
 
 
-def describe_exit(code: int) -> str:
+def exit_description(code: int) -> str:
     """Return how a process exited: 'exited with code 1', 'was killed by SIGKILL (...)'."""
     if code >= 0:
         return f"exited with code {code}"

@@ -71,14 +71,14 @@ class Sequence:
             parent=parent,
             arrived=wire.arrived,
         )
-        self._told = len(wire.prompt)  # tokens sent to the front so far, including the prompt's
+        self._num_sent = len(wire.prompt)  # tokens sent to the front so far, including the prompt's
 
     def update(self) -> Update:
         """Return the changes since the last call."""
         request = self.request
-        new = request.token_ids[self._told:].tolist()
-        first = self._told == request.num_prompt
-        self._told += len(new)
+        new = request.token_ids[self._num_sent:].tolist()
+        first = self._num_sent == request.num_prompt
+        self._num_sent += len(new)
         update = Update(self.id, new, request.num_preemptions)
         if request.params.logprobs is not None:
             update.logprobs = request.logprobs[len(request.logprobs) - len(new):]

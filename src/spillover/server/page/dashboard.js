@@ -42,8 +42,8 @@ function showHeader(live) {
 
 function showBanner(live) {
   const asked = {
-    dead: "The engine is down: requests are refused until it is back. The server's log says why it stopped.",
-    hung: "The engine gives no sign of life: requests are refused until it does, or has been started again.",
+    dead: "The engine is down: requests are rejected until it is back. The server's log says why it stopped.",
+    hung: "The engine sends no heartbeats: requests are rejected until it does, or until it has been restarted.",
     starting: "The engine is starting. Requests are answered when the model is loaded.",
     sleeping: "The engine is asleep: its weights are out of device memory. POST /wake_up brings them back; requests wait until then.",
   };
@@ -69,7 +69,7 @@ function showTiles(live) {
   for (const name of ["ttft", "tpot"]) {
     const spread = live.latency[name];
     setText(name, spread ? format.seconds(spread.p50) : "–");
-    setText(name + "-note", spread ? "p50; p99 " + format.seconds(spread.p99) : "no request has ended yet");
+    setText(name + "-note", spread ? "p50; p99 " + format.seconds(spread.p99) : "no finished request yet");
   }
   const { total, cached } = fromCache(live.sources);
   setText("cached", total ? format.share(cached / total) : "–");
@@ -245,7 +245,7 @@ function requestRow(row, end, span) {
   }
   if (!lane.childElementCount) lane.append(element("small", {}, row.age - total > end + span ? format.span(row.age) + " ago" : ""));
   lane.setAttribute("aria-label", spoken.join(", "));
-  const made = element("div", { role: "row", class: "row", title: row.id + "\n" + spoken.join(", ") + "\n" + (row.running ? "running" : failed ? row.status : "ended") },
+  const made = element("div", { role: "row", class: "row", title: row.id + "\n" + spoken.join(", ") + "\n" + (row.running ? "running" : failed ? row.status : "finished") },
     element("span", { role: "cell", class: "who" }, element("span", failed ? { class: "failed" } : {}, failed ? row.status : NAMES[row.kind] || row.kind),
       element("code", {}, row.id.slice(-8))),
     cell(format.count(row.prompt_tokens)), cell(row.cached_tokens === null ? "–" : format.count(row.cached_tokens)),
@@ -265,7 +265,7 @@ async function poll() {
   try {
     const response = await fetch("/live", { headers: apiHeaders(), cache: "no-store", signal: AbortSignal.timeout(5000) });
     if (response.status === 401) {
-      banner("This server asks for an API key: put it in the chat's settings.", "warn");
+      banner("This server requires an API key: enter it in the chat's settings.", "warn");
     } else if (response.ok) {
       failures = 0;
       show(await response.json());
@@ -277,7 +277,7 @@ async function poll() {
     if (failures > 1) {
       $("state").dataset.state = "away";
       setText("state", STATES.away);
-      banner("The server does not answer. This page goes on trying; the numbers below are from before.", "bad");
+      banner("The server does not answer. This page keeps trying; the numbers below are not current.", "bad");
     }
   }
   setTimeout(poll, document.hidden ? 5 * POLL_MS : POLL_MS);

@@ -6,9 +6,9 @@ function showRanks(found) {
   if (!found) return;
   setText("ranks-note", format.count(found.size) + ", each with a part of the model");
   const numbers = [
-    ["meetings", format.count(found.calls)],
-    ["given by rank 0", format.bytes(found.bytes)],
-    ["waited by rank 0", format.seconds(found.seconds)],
+    ["collectives", format.count(found.calls)],
+    ["sent by rank 0", format.bytes(found.bytes)],
+    ["wait of rank 0", format.seconds(found.seconds)],
   ];
   $("ranks-numbers").replaceChildren(...numbers.map(([name, value]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, value))));

@@ -7,7 +7,7 @@ function showSpeculation(found) {
   $("speculation").hidden = !found;
   if (!found) return;
   setText("speculation-note", found.method + ", up to " + format.count(found.most_tokens) + " tokens" +
-    (found.simulated && found.method !== "simulated" ? ", simulated" : "") + (found.simulated ? ": acceptance is made up" : ""));
+    (found.simulated && found.method !== "simulated" ? ", simulated" : "") + (found.simulated ? ": acceptance is not measured" : ""));
   const numbers = [
     ["tokens per pass", found.drafts ? found.tokens_per_pass.toFixed(2) : "–"],
     ["passes with a draft", format.count(found.drafts)],

@@ -113,7 +113,7 @@ class ResponsesRequest(UnusedFields):
     text: TextSettings | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: Annotated[str, Field(max_length=128)] | None = Field(
-        None, description="A stored response whose conversation goes on here; its instructions do not.")
+        None, description="A stored response whose conversation is continued; its instructions are not kept.")
     store: bool | None = Field(None, description="Keep the response for previous_response_id; on unless false.")
     conversation: Annotated[None, Field(description="No conversation is kept: send it as input.")] = None
     background: Off | None = None

@@ -66,14 +66,15 @@ class Metrics:
         self._first_token = histogram("time_to_first_token_seconds", "Time from arrival to the first token.",
                                       FIRST_TOKEN_BUCKETS)
         self._token = histogram("request_time_per_output_token_seconds",
-                                "Time from the first token to the last over the tokens after the first.", TOKEN_BUCKETS)
+                                "Time from the first token to the last, divided by the tokens after the first.",
+                                TOKEN_BUCKETS)
         self._latency = histogram("e2e_request_latency_seconds", "Time from arrival to the last token.",
                                   LATENCY_BUCKETS)
         self._queue = histogram("request_queue_time_seconds", "Time waiting to be scheduled.", LATENCY_BUCKETS)
-        self._restore = histogram("request_restore_time_seconds", "Time that KV of a request was on its way from "
-                                  "other tiers.", LATENCY_BUCKETS)
-        self._prefill = histogram("request_prefill_time_seconds", "Time from being scheduled to the first token, less "
-                                  "the time of restoring.", LATENCY_BUCKETS)
+        self._restore = histogram("request_restore_time_seconds", "Time that KV of a request was being restored "
+                                  "from lower tiers.", LATENCY_BUCKETS)
+        self._prefill = histogram("request_prefill_time_seconds", "Time from being scheduled to the first token, "
+                                  "without the time of restoring KV.", LATENCY_BUCKETS)
         self._decode = histogram("request_decode_time_seconds", "Time from the first token to the last.",
                                  LATENCY_BUCKETS)
         self._inference = histogram("request_inference_time_seconds", "Time from being scheduled to the last token.",
@@ -85,7 +86,7 @@ class Metrics:
         self._n = histogram("request_params_n", "The n of a request.", (1, 2, 5, 10, 20))
         self._max_tokens = histogram("request_params_max_tokens", "The max_tokens of a request that sets it.",
                                      LENGTH_BUCKETS)
-        success = Counter(PREFIX + "request_success", "Requests that ended, by why they ended.",
+        success = Counter(PREFIX + "request_success", "Finished requests, by finish reason.",
                           ["model_name", "finished_reason"], registry=self.registry)
         self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
         self._http = Counter(PREFIX + "http_requests", "HTTP requests, by route and status.", ["route", "status"],
@@ -163,8 +164,8 @@ class Metrics:
         yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting)
         yield self._gauge("engine_sleeping", "1 while the engine sleeps.", int(stats.sleeping))
         ready, draining = self._ready
-        yield self._gauge("engine_ready", "1 while requests are taken.", int(ready))
-        yield self._gauge("server_draining", "1 from the signal to stop on.", int(draining))
+        yield self._gauge("engine_ready", "1 while the server accepts requests.", int(ready))
+        yield self._gauge("server_draining", "1 after the server received the signal to stop.", int(draining))
         yield self._counter("prompt_tokens", "Prompt tokens of requests that were scheduled.", tokens.prompt)
         yield self._counter("generation_tokens", "Tokens generated.", tokens.output)
         yield self._counter("prompt_tokens_cached", "Prompt tokens that were found in a cache.",
@@ -180,18 +181,19 @@ class Metrics:
                                  totals["prefix_queries"], totals["prefix_hits"])
         yield from link_families(self._model, stats.link, stats.host_pool)
         yield from rank_families(self._model, stats.ranks)
-        yield self._counter("num_preemptions", "Times a running request lost its blocks.", totals["preemptions"])
+        yield self._counter("num_preemptions", "Preemptions: times that a running request lost its blocks.",
+                            totals["preemptions"])
         yield self._counter("kv_evictions", "Cached blocks that were evicted.", totals["evictions"])
         yield self._counter("engine_steps", "Steps of the engine.", totals["steps"])
-        yield self._counter("engine_restarts", "Engines that died and were started again.",
+        yield self._counter("engine_restarts", "Engine processes that died and were restarted.",
                             info.restarts if info is not None else 0)
         age, hangs = self._heartbeat
-        yield self._gauge("engine_heartbeat_age_seconds", "Time since the engine last gave a sign of life.", age)
-        yield self._counter("engine_hangs", "Engines that were killed because they hung.", hangs)
-        yield self._gaps.family("inter_token_latency_seconds", "Time between two tokens of a request; each of a "
-                                "request's gaps counts as their mean.", self._model)
-        yield self._step_tokens.family("iteration_tokens_total", "Tokens computed in a step; steps of one second count "
-                                       "as their mean.", self._model)
+        yield self._gauge("engine_heartbeat_age_seconds", "Time since the engine's last heartbeat.", age)
+        yield self._counter("engine_hangs", "Engine processes that were killed because they hung.", hangs)
+        yield self._gaps.family("inter_token_latency_seconds", "Time between two tokens of a request; every gap "
+                                "counts as the mean gap of its request.", self._model)
+        yield self._step_tokens.family("iteration_tokens_total", "Tokens computed in a step; every step counts as the "
+                                       "mean step of its second.", self._model)
         if info is not None and info.config.speculation is not None:
             yield from speculation_families(self._model, info.config.speculation, totals)
         yield from self._grammars(stats)
@@ -203,7 +205,7 @@ class Metrics:
         totals = self.engine.values
         yield self._counter("grammars_compiled", "Grammars of structured output that were compiled.",
                             totals["grammars_compiled"])
-        yield self._counter("grammars_reused", "Requests whose grammar had been compiled before.",
+        yield self._counter("grammars_reused", "Requests whose grammar was already compiled.",
                             totals["grammars_reused"])
         refused = CounterMetricFamily(PREFIX + "grammars_refused", "Requests whose grammar was refused, by reason: too "
                                       "large, not valid, over --grammar-timeout or --grammar-memory.",
@@ -215,7 +217,7 @@ class Metrics:
 
     def _memory(self, stats: LiveStats, info: EngineInfo | None) -> Iterator[Metric]:
         usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of KV blocks that requests hold, 0 to 1; "
-                                  "of a tier below the device, those that hold KV.",
+                                  "of a lower tier, share of blocks that hold KV.",
                                   labels=["model_name", "tier"])
         usage.add_metric([self._model, "device"], stats.kv_usage)
         blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "KV blocks by tier and state.",
@@ -240,13 +242,14 @@ class Metrics:
             if placement.predicted is not None:
                 yield self._gauge("predicted_decode_tokens_per_second", "Decode speed of one request by the plan, at "
                                   "best and with uniform routing.", placement.predicted.decode_tokens_per_second)
-                yield self._gauge("predicted_prefill_tokens_per_second", "The same for prefill of 512 tokens.",
+                yield self._gauge("predicted_prefill_tokens_per_second", "Prefill speed of 512 tokens by the plan, "
+                                  "at best and with uniform routing.",
                                   placement.predicted.prefill_tokens_per_second)
         if info is not None:
             cache_dtype = info.plan.dtype if info.plan.kv_cache_dtype == "auto" else info.plan.kv_cache_dtype
             facts = {"block_size": info.plan.block_size, "num_gpu_blocks": info.plan.num_blocks,
                      "cache_dtype": cache_dtype, "enable_prefix_caching": info.config.enable_prefix_caching}
-            family = GaugeMetricFamily(PREFIX + "cache_config_info", "How the KV cache is set up.",
+            family = GaugeMetricFamily(PREFIX + "cache_config_info", "Configuration of the KV cache.",
                                        labels=["model_name", *facts])
             family.add_metric([self._model, *map(str, facts.values())], 1)
             yield family
@@ -294,7 +297,7 @@ class EngineTotals:
 
     WEIGHTS: ClassVar[dict[str, str]] = {
         "weight_bytes_moved": "Bytes of weights copied to the device.",
-        "weight_disk_bytes": "Of these, bytes that were read from disk.",
+        "weight_disk_bytes": "Bytes of weights read from disk for copies to the device.",
         "expert_hits": "Experts that steps needed and found on the device.",
         "expert_misses": "Experts that had to be copied to the device.",
         "expert_hosted": "Experts that the host computed instead.",

@@ -140,14 +140,14 @@ class Recorder:
 
     def scrape(self, draining: bool = False) -> bytes:
         """Return the text of /metrics. `draining`: the server was told to stop."""
-        return self.metrics.render(self._client.latest(), self._info(), TokenCounts.of(self._sequences()),
+        return self.metrics.render(self._client.latest_stats(), self._info(), TokenCounts.of(self._sequences()),
                                    self._client.heartbeat_age, self._client.hangs, self._client.ready, draining)
 
     def live(self) -> dict[str, Any]:
         """Return all values that the page shows."""
         now = time.monotonic()
         tokens = self._sample()
-        stats, info, totals = self._client.latest(), self._info(), self.metrics.engine.values
+        stats, info, totals = self._client.latest_stats(), self._info(), self.metrics.engine.values
         shown = [Phases.of(answer, kind, "running") for answer, kind in self._running.values()]
         shown += reversed(self._latest)
         shown.sort(key=lambda phases: phases.arrived, reverse=True)
@@ -184,7 +184,7 @@ class Recorder:
 
     def _tier(self, name: str) -> dict[str, Any]:
         """Return a tier's bytes; `total` is 0 if it has no KV blocks, `traffic` is absent if it moves no KV."""
-        use = next((tier for tier in self._client.latest().tiers if tier.name == name), None)
+        use = next((tier for tier in self._client.latest_stats().tiers if tier.name == name), None)
         if use is None:
             return {"name": name, "total": 0, "used": 0, "kept": 0, "weights": 0}
         shown = {"name": name, "total": use.kv_bytes, "used": use.kv_used_bytes, "kept": use.kv_cached_bytes,
@@ -203,7 +203,7 @@ class Recorder:
         tokens = self.metrics.ended.plus(TokenCounts.of(self._sequences()))
         self._rate.update(tokens.output, time.monotonic())
         self._prefill_rate.update(tokens.sources["computed"], time.monotonic())
-        self.metrics.sample(self._client.latest(), self._info())
+        self.metrics.sample(self._client.latest_stats(), self._info())
         return tokens
 
     def _sequences(self) -> Iterator[Request]:

@@ -22,7 +22,7 @@ _COUNTERS = (  # name of the metric, name of its total, help text
     ("num_drafts", "drafts", "Passes that verified a draft."),
     ("num_draft_tokens", "draft_tokens", "Tokens that were drafted and verified."),
     ("num_accepted_tokens", "draft_tokens_accepted", "Drafted tokens that the model sampled as well."),
-    ("num_proposed_tokens", "draft_tokens_proposed", "Tokens that drafters offered, also those not verified."),
+    ("num_proposed_tokens", "draft_tokens_proposed", "Tokens that drafters proposed, verified or not."),
     ("draft_milliseconds", "draft_milliseconds", "Time that drafters took."),
     ("verify_milliseconds", "verify_milliseconds", "Time of steps that verified drafts."),
 )
@@ -46,8 +46,8 @@ def speculation_families(model: str, config: SpeculativeConfig, totals: Mapping[
         family = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", text, labels=names)
         family.add_metric(labels, totals[total])
         yield family
-    wasted = CounterMetricFamily(PREFIX + "spec_decode_num_wasted_tokens", "Tokens that were drafted and verified for "
-                                 "nothing.", labels=names)
+    wasted = CounterMetricFamily(PREFIX + "spec_decode_num_wasted_tokens", "Tokens that were drafted, verified and "
+                                 "rejected.", labels=names)
     wasted.add_metric(labels, counts.wasted)
     yield wasted
     by_position = CounterMetricFamily(PREFIX + "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their "
@@ -55,8 +55,8 @@ def speculation_families(model: str, config: SpeculativeConfig, totals: Mapping[
     for position, accepted in enumerate(counts.by_position):
         by_position.add_metric([*labels, str(position)], accepted)
     yield by_position
-    passes = GaugeMetricFamily(PREFIX + "spec_decode_tokens_per_pass", "Mean of tokens that a pass with a draft "
-                               "brought.", labels=names)
+    passes = GaugeMetricFamily(PREFIX + "spec_decode_tokens_per_pass", "Mean number of tokens per pass with a "
+                               "draft.", labels=names)
     passes.add_metric(labels, counts.tokens_per_pass or 1.0)
     yield passes
 

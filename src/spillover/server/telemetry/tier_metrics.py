@@ -30,19 +30,19 @@ def tier_families(model: str, tiers: Sequence[TierReport], slot_bytes: int, quer
         ):
             label = (tier.name, way)
             moved.counter("bytes", "Bytes of KV moved to (in) and from (out) a tier.", label, count)
-            moved.counter("seconds", "Time that these bytes took.", label, seconds)
+            moved.counter("seconds", "Time that moving KV to (in) and from (out) a tier took.", label, seconds)
             moved.counter("blocks", "Blocks spilled to (in) and restored from (out) a tier.", label,
                           count // slot_bytes if slot_bytes else 0)
-            moved.gauge("bytes_per_second", "Rate of a tier while bytes moved.", label, rate)
-            moved.gauge("link_bytes_per_second", "Rate that the way to a tier was measured at.", label, link)
-            moved.gauge("link_usage_perc", "Share of the measured rate that was reached, 0 to 1.", label,
+            moved.gauge("bytes_per_second", "Rate of a tier while it moved bytes.", label, rate)
+            moved.gauge("link_bytes_per_second", "Measured rate of the path to a tier.", label, link)
+            moved.gauge("link_usage_perc", "Reached rate as a share of the measured rate of the path, 0 to 1.", label,
                         rate / link if rate is not None and link else None)
         held.counter("hit_tokens", "Prompt tokens that came from a tier.", (tier.name,), tier.hit_tokens)
         held.gauge("hit_rate", "Share of all prompt tokens that came from a tier, 0 to 1.", (tier.name,),
                    tier.hit_tokens / queries if queries else 0.0)
-        held.counter("failures", "Stores and loads that failed or came too late.", (tier.name,), tier.failures)
-        held.counter("dropped_blocks", "Blocks that a tier was to keep and did not.", (tier.name,), tier.dropped)
-        held.gauge("available", "1 while a tier answers.", (tier.name,), int(tier.available))
+        held.counter("failures", "Stores and loads that failed or missed their deadline.", (tier.name,), tier.failures)
+        held.counter("dropped_blocks", "Blocks that a tier should have stored and did not.", (tier.name,), tier.dropped)
+        held.gauge("available", "1 while a tier is available.", (tier.name,), int(tier.available))
     yield from moved
     yield from held
 
@@ -50,23 +50,23 @@ def tier_families(model: str, tiers: Sequence[TierReport], slot_bytes: int, quer
 def _external(model: str, tiers: Sequence[TierReport], queries: int, found: int) -> Iterator[Metric]:
     """Yield metrics with vLLM's names, in which everything below the device is external."""
     labels = ["model_name"]
-    asked = CounterMetricFamily(PREFIX + "external_prefix_cache_queries", "Tokens looked up in the tiers below the "
-                                "device.", labels=labels)
-    asked.add_metric([model], queries - found if tiers else 0)
+    queried = CounterMetricFamily(PREFIX + "external_prefix_cache_queries", "Tokens looked up in the tiers below the "
+                                  "device.", labels=labels)
+    queried.add_metric([model], queries - found if tiers else 0)
     hits = CounterMetricFamily(PREFIX + "external_prefix_cache_hits", "Tokens restored from the tiers below the "
                                "device.", labels=labels)
     hits.add_metric([model], sum(tier.hit_tokens for tier in tiers))
     moved = CounterMetricFamily(PREFIX + "kv_offload_total_bytes", "Bytes of KV between device and host memory.",
                                 labels=["model_name", "transfer_type"])
-    took = CounterMetricFamily(PREFIX + "kv_offload_total_time", "Seconds that these bytes took.",
-                               labels=["model_name", "transfer_type"])
+    seconds = CounterMetricFamily(PREFIX + "kv_offload_total_time", "Seconds that these copies of KV took.",
+                                  labels=["model_name", "transfer_type"])
     for tier in tiers:
         if tier.name == "host":
             moved.add_metric([model, TRANSFER_TYPES["in"]], tier.bytes_in)
             moved.add_metric([model, TRANSFER_TYPES["out"]], tier.bytes_out)
-            took.add_metric([model, TRANSFER_TYPES["in"]], tier.seconds_in)
-            took.add_metric([model, TRANSFER_TYPES["out"]], tier.seconds_out)
-    yield from (asked, hits, moved, took)
+            seconds.add_metric([model, TRANSFER_TYPES["in"]], tier.seconds_in)
+            seconds.add_metric([model, TRANSFER_TYPES["out"]], tier.seconds_out)
+    yield from (queried, hits, moved, seconds)
 
 
 class Families:

@@ -117,7 +117,7 @@ class Traces:
                 and not os.environ.get("OTEL_SERVICE_NAME"):
             facts["service.name"] = "spillover"
         self._provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
-        sent = Counter(PREFIX + "trace_spans", "Spans handed to the collector, and spans lost because it was away.",
+        sent = Counter(PREFIX + "trace_spans", "Spans sent to the collector, and spans lost because it did not answer.",
                        ["result"], registry=registry)
         exporter: Any = _Exporter(endpoint, sent)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -201,7 +201,7 @@ class _Exporter:
 
         self._exporter: Any = OTLPSpanExporter(endpoint)
         self._endpoint, self._sent = endpoint, sent
-        self._away = False
+        self._unreachable = False
         for result in ("sent", "lost"):
             sent.labels(result)
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log every failed attempt
@@ -210,12 +210,13 @@ class _Exporter:
         result: SpanExportResult = self._exporter.export(spans)
         taken = result.name == "SUCCESS"
         self._sent.labels("sent" if taken else "lost").inc(len(spans))
-        if self._away == taken:
-            self._away = not taken
+        if self._unreachable == taken:
+            self._unreachable = not taken
             if taken:
-                log.info("Traces are taken again at %s", self._endpoint)
+                log.info("The trace collector at %s accepts traces again", self._endpoint)
             else:
-                log.warning("Traces are not taken at %s; they are dropped until it answers", self._endpoint)
+                log.warning("The trace collector at %s accepts no traces; they are dropped until it does",
+                            self._endpoint)
         return result
 
     def shutdown(self) -> None:

@@ -101,12 +101,12 @@ class Module:
 
 
 def module_or_none(source: Path, options: tuple[str, ...], device: torch.device, instead: str,
-                   wrong: str = "") -> Module | None:
-    """Return the module, or None if it cannot be loaded, which is logged once with what is done `instead`. `wrong`: why
-    the device is not supported; empty if it is."""
+                   unsupported: str = "") -> Module | None:
+    """Return the module, or None if it cannot be loaded, which is logged once with what is done `instead`.
+    `unsupported`: why the device is not supported; empty if it is."""
     try:
-        if wrong:
-            raise CudaError(wrong)
+        if unsupported:
+            raise CudaError(unsupported)
         return Module(source, options, device)
     except CudaError as problem:
         _warn(instead, str(problem).partition("\n")[0])

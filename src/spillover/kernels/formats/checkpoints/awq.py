@@ -66,7 +66,7 @@ class Awq(FormatChoice):
         settings = Settings("awq", quantization)
         version = settings.get("version")
         if str(version or "gemm").lower() != "gemm":
-            raise settings.refused("version", version, "gemm")
+            raise settings.unsupported("version", version, "gemm")
         settings.one_of(("bits", "w_bit"), (4,), 4)
         group = settings.group(("group_size", "q_group_size"), 128)
         return cls(AwqInt(group=group, has_zeros=settings.flag("zero_point", True)),

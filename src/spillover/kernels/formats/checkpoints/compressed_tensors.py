@@ -58,10 +58,10 @@ class PackedInt(GroupedInt):
 class PlainInt(GroupedInt):
     """A matrix as int-quantized stores it: weight int8 [N, K], weight_scale and weight_zero_point [N, groups]."""
 
-    whole: bool = False  # whether the checkpoint has one scale per matrix
+    per_tensor: bool = False  # whether the checkpoint has one scale per matrix
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
-        module, shape = module_of(name), (1,) if self.whole else (rows, self.groups(columns))
+        module, shape = module_of(name), (1,) if self.per_tensor else (rows, self.groups(columns))
         listed = (Field(name, "int8", (rows, columns)), Field(f"{module}.weight_scale", FLOATING, shape, squeezed=True),
                   Field(f"{module}.weight_zero_point", "int8", shape, squeezed=True))
         return listed if self.zeros else listed[:2]
@@ -70,7 +70,7 @@ class PlainInt(GroupedInt):
         weight, scales, *zeros = self.stored(name, rows, columns)
 
         def groups(tensor: Tensor) -> Tensor:
-            return tensor.expand(rows, 1) if self.whole else tensor
+            return tensor.expand(rows, 1) if self.per_tensor else tensor
 
         return Matrix(_unsigned(reader.read(weight)), groups(reader.read(scales)),
                       _unsigned(groups(reader.read(zeros[0]))) if self.zeros else None, scales_name=scales.name)
@@ -121,18 +121,18 @@ class CompressedTensors(FormatChoice):
         for key in ("sparsity_config", "transform_config"):
             section = settings.section(key)
             if section and (key == "transform_config" or section.get("format") not in (None, "dense")):
-                raise settings.refused(key, dict(section), "none")
+                raise settings.unsupported(key, dict(section), "none")
         groups: list[tuple[str, WeightFormat]] = []
         for name, scheme in settings.section("config_groups").items():
             if not isinstance(scheme, Mapping):
-                raise settings.refused(f"config_groups {name}", scheme, "an object")
+                raise settings.unsupported(f"config_groups {name}", scheme, "an object")
             group = Settings(METHOD, scheme)
             weights = group.section("weights")
             form = _form(weights, group.get("format") or settings.get("format"), settings.get("dtype"),
                          group.section("input_activations"))
             groups += [(target, form) for target in group.names("targets")]
         if not groups:
-            raise settings.refused("config_groups", settings.get("config_groups"), "one group or more with targets")
+            raise settings.unsupported("config_groups", settings.get("config_groups"), "one group or more with targets")
         ignored = settings.names("ignore")
         for target in (*ignored, *(target for target, _ in groups)):
             if target.startswith("re:"):
@@ -163,7 +163,7 @@ def _form(weights: Mapping[str, Any], stored: object, dtype: object, inputs: Map
         return DENSE
     settings = Settings(METHOD, weights)
     if not isinstance(stored, str) or stored not in FORMATS:
-        raise settings.refused("format", stored, ", ".join(FORMATS))
+        raise settings.unsupported("format", stored, ", ".join(FORMATS))
     kind = settings.one_of("type", ("int", "float"), "int")
     if stored == "naive-quantized":
         stored = f"{kind}-quantized"
@@ -188,7 +188,7 @@ def _int_form(settings: Settings, packed: bool, dtype: object) -> WeightFormat:
     strategies = ("group", "channel") if packed else ("group", "channel", "tensor")
     strategy = settings.one_of("strategy", strategies, "group" if group else "channel")
     if (strategy == "group") != bool(group):
-        raise settings.refused("group_size", settings.get("group_size"), "a number of columns with strategy group")
+        raise settings.unsupported("group_size", settings.get("group_size"), "a number of columns with strategy group")
     zeros = not settings.flag("symmetric", True)
     order = settings.one_of("actorder", ("group", "dynamic", "weight", "static", True, False), False)
     ordered = order in ("group", "dynamic", True) and bool(group)
@@ -196,8 +196,8 @@ def _int_form(settings: Settings, packed: bool, dtype: object) -> WeightFormat:
     if packed:
         return PackedInt(bits, group, scale_dtype, zeros, ordered)
     if ordered:
-        raise settings.refused("actorder", order, "weight, with format int-quantized")
-    return PlainInt(8, group, scale_dtype, zeros, whole=strategy == "tensor")
+        raise settings.unsupported("actorder", order, "weight, with format int-quantized")
+    return PlainInt(8, group, scale_dtype, zeros, per_tensor=strategy == "tensor")
 
 
 def _fp8_form(settings: Settings, inputs: Mapping[str, Any]) -> WeightFormat:
@@ -208,5 +208,5 @@ def _fp8_form(settings: Settings, inputs: Mapping[str, Any]) -> WeightFormat:
         return Fp8Rows(strategy == "channel", activations)
     size = settings.get("block_structure")
     if size not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
-        raise settings.refused("block_structure", size, f"[{BLOCK}, {BLOCK}]")
+        raise settings.unsupported("block_structure", size, f"[{BLOCK}, {BLOCK}]")
     return Fp8Block("weight_scale", activations="none" if activations == "static" else activations)

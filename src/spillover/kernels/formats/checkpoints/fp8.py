@@ -31,7 +31,7 @@ class Fp8(FormatChoice):
         scheme = settings.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
         size = settings.get("weight_block_size")
         if size is not None and size != [BLOCK, BLOCK]:
-            raise settings.refused("weight_block_size", size, f"[{BLOCK}, {BLOCK}] or none")
+            raise settings.unsupported("weight_block_size", size, f"[{BLOCK}, {BLOCK}] or none")
         return cls(Fp8Rows(False, scheme) if size is None else FP8_BLOCK,
                    settings.names("modules_to_not_convert", "ignored_layers"))
 

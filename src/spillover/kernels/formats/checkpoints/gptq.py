@@ -42,12 +42,13 @@ class GptqInt(GroupedInt):
         words = words_as_bytes(reader.read(weight)).view(-1, rows, 4)  # bytes of a word hold adjacent inputs
         zeros = self._zeros(reader.read(qzeros), rows)
         if not self.zeros and not bool((zeros == 1 << (self.bits - 1)).all()):
-            raise reader.wrong(qzeros.name, f"has zeros other than {1 << (self.bits - 1)}, though the configuration "
-                               "says sym true")
+            raise reader.tensor_error(qzeros.name, f"has zeros other than {1 << (self.bits - 1)}, though the "
+                                      "configuration says sym true")
         g_idx = self._g_idx(module_of(name), columns)
         group_of = reader.read(g_idx) if self.ordered or reader.has(g_idx.name) else None
         if group_of is not None and not self.ordered and not self.is_in_order(group_of):
-            raise reader.wrong(g_idx.name, "has groups in another order, though the configuration says desc_act false")
+            raise reader.tensor_error(g_idx.name,
+                                      "has groups in another order, though the configuration says desc_act false")
         return Matrix(
             codes=words.transpose(0, 1).reshape(rows, -1)[:, : columns * self.bits // 8],
             scales=reader.read(scales).T, zeros=zeros, group_of=group_of, scales_name=scales.name,
@@ -80,13 +81,13 @@ class Gptq(FormatChoice):
     def from_config(cls, quantization: Mapping[str, Any]) -> Self:
         settings = Settings("gptq", quantization)
         if settings.get("is_marlin_format"):
-            raise settings.refused("is_marlin_format", True, "false")
+            raise settings.unsupported("is_marlin_format", True, "false")
         settings.one_of("pack_dtype", ("int32",), "int32")
         overrides = []
         for key, value in settings.section("dynamic").items():
             sign, pattern = (key[0], key[2:]) if key[:2] in ("-:", "+:") else ("+", key)
             if not isinstance(value, Mapping):
-                raise settings.refused(f"dynamic {key}", value, "an object")
+                raise settings.unsupported(f"dynamic {key}", value, "an object")
             form = None if sign == "-" else _form(Settings("gptq", {**quantization, **value}))
             overrides.append((settings.pattern("dynamic", pattern), form))
         blocks = settings.get("modules_in_block_to_quantize") or []

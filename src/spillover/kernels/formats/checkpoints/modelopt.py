@@ -16,7 +16,7 @@ from spillover.kernels.formats.fp8_rows import Fp8Rows
 from spillover.kernels.formats.grouped_gemm import GroupedGemm
 from spillover.kernels.formats.nvfp4 import GROUP, Nvfp4
 
-FORMS: dict[str, WeightFormat] = {  # by quant_algo
+ALGORITHMS: dict[str, WeightFormat] = {  # by quant_algo
     "FP8": Fp8Rows(False, "static"), "FP8_PER_CHANNEL_PER_TOKEN": Fp8Rows(),
     "FP8_PB_WO": Fp8Block("weight_scale", activations="none"),
     "NVFP4": Nvfp4(), "W4A16_NVFP4": Nvfp4(),
@@ -28,7 +28,7 @@ FORMS: dict[str, WeightFormat] = {  # by quant_algo
 class ModelOpt(FormatChoice):
     """A ModelOpt checkpoint: all linears are quantised but excluded ones, given by names with wildcards."""
 
-    form: WeightFormat = FORMS["FP8"]
+    form: WeightFormat = ALGORITHMS["FP8"]
     dense: tuple[str, ...] = ()  # excluded modules, which are not quantised
     quant_method = "modelopt"
 
@@ -36,7 +36,7 @@ class ModelOpt(FormatChoice):
     def from_config(cls, quantization: Mapping[str, Any]) -> Self:
         settings = Settings("modelopt", quantization)
         settings = Settings("modelopt", settings.section("quantization") or quantization)
-        form = FORMS[settings.one_of("quant_algo", tuple(FORMS))]
+        form = ALGORITHMS[settings.one_of("quant_algo", tuple(ALGORITHMS))]
         if isinstance(form, Nvfp4):
             settings.one_of("group_size", (GROUP,), GROUP)
         return cls(form, settings.names("exclude_modules", "ignore"))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spillover.errors import CheckpointError, shown
+from spillover.errors import CheckpointError, short_repr
 
 MOST_GROUP = 1 << 20  # maximum columns of a group; no row is longer
 
@@ -23,9 +23,9 @@ class Settings:
         """Return the value of the first of these keys that has one; None if none has."""
         return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
 
-    def refused(self, key: str, value: object, supported: str) -> CheckpointError:
-        return CheckpointError(f"{self._file}: {self.method} weights with {key} {shown(value)} are not supported, only "
-                               f"{supported}; use another quantisation of the model, or the unquantised one")
+    def unsupported(self, key: str, value: object, supported: str) -> CheckpointError:
+        return CheckpointError(f"{self._file}: {self.method} weights with {key} {short_repr(value)} are not supported, "
+                               f"only {supported}; use another quantisation of the model, or the unquantised one")
 
     def one_of(self, keys: str | Sequence[str], allowed: Sequence[Any], default: Any = None) -> Any:
         """Return a setting that must have one of a few values. `keys`: its name, or a list of alternative names."""
@@ -34,7 +34,7 @@ class Settings:
         value = default if value is None else value
         if any(type(value) is type(each) and value == each for each in allowed):
             return value
-        raise self.refused(keys[0], value, " or ".join(map(str, allowed)))
+        raise self.unsupported(keys[0], value, " or ".join(map(str, allowed)))
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.one_of(key, (True, False), default))
@@ -44,7 +44,7 @@ class Settings:
         value = self.get(*keys)
         value = default if value is None else value
         if type(value) is not int or not (value == -1 or 0 < value <= MOST_GROUP):
-            raise self.refused(keys[0], value, "-1 or a number of columns")
+            raise self.unsupported(keys[0], value, "-1 or a number of columns")
         return max(0, value)
 
     def names(self, *keys: str) -> tuple[str, ...]:
@@ -52,20 +52,20 @@ class Settings:
         value = self.get(*keys)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise self.refused(keys[0], value, "a list of names")
+            raise self.unsupported(keys[0], value, "a list of names")
         return tuple(value)
 
     def section(self, key: str) -> Mapping[str, Any]:
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
-            raise self.refused(key, value, "an object")
+            raise self.unsupported(key, value, "an object")
         return value or {}
 
     def pattern(self, key: str, text: str) -> re.Pattern[str]:
         try:
             return re.compile(text)
         except (re.error, RecursionError, OverflowError) as error:
-            raise self.refused(key, text, "regular expressions") from error
+            raise self.unsupported(key, text, "regular expressions") from error
 
 
 def module_of(name: str) -> str:

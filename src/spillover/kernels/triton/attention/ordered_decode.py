@@ -18,9 +18,9 @@ from spillover.kernels.cuda.attention import attend_codes
 from spillover.kernels.triton.attention import ordered_splits as splits
 from spillover.kernels.triton.attention.ordered_splits import PROGRAMS
 from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
-from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, operand, piece_begins, take_tile
+from spillover.kernels.triton.attention.softmax import LOG2E, accumulate_tile, add_piece, finish, operand, piece_begins
 from spillover.kernels.triton.codes import CODES
-from spillover.kernels.triton.launch import AS_WRITTEN, early
+from spillover.kernels.triton.launch import NO_FUSION, pdl_options
 
 WARPS = 4
 FEW, SOME = 64, range(256, 800)  # numbers of programs for which each prefetches four tiles, not three (H200)
@@ -83,8 +83,8 @@ def ordered_short_chunks(
     _fold_short_chunks[(min(PROGRAMS, items.shape[0] * kv_heads),)](
         out, scratch.sums, scratch.stats, items, num_items, out if sinks is None else sinks, KV_HEADS=kv_heads,
         GROUP=group, FEW=triton.next_power_of_2(group), DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)),
-        QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype], num_warps=WARPS, **AS_WRITTEN,
-        **early(q.device),
+        QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype], num_warps=WARPS, **NO_FUSION,
+        **pdl_options(q.device),
     )
 
 
@@ -103,8 +103,8 @@ def _launch(q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: 
         PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size, TILE=splits.TILE,
         WINDOW_PIECE=splits.window_piece(window), QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype],
         num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=ahead,
-        maxnreg=REGISTERS[ahead] if queries == 1 and q.element_size() == 2 else None, **AS_WRITTEN,
-        **early(q.device),
+        maxnreg=REGISTERS[ahead] if queries == 1 and q.element_size() == 2 else None, **NO_FUSION,
+        **pdl_options(q.device),
     )
 
 
@@ -140,8 +140,8 @@ def _ordered_decode(
         first = tl.load(item + 7)
         count = tl.load(item + 8) if QUERIES > 1 else 1
         head = kv_head * GROUP + member % GROUP  # [ROWS]
-        there = member < count * GROUP
-        real = there[:, None] & (d[None, :] < DIM)
+        valid = member < count * GROUP
+        real = valid[:, None] & (d[None, :] < DIM)
         q = tl.load(q_ptr + (row + query)[:, None] * q_stride + head[:, None] * DIM + d[None, :], mask=real, other=0.0)
         q = operand(q, CODES)
         length = tl.load(item + 9) - count + 1 + query  # [ROWS], number of keys up to and including that of the query
@@ -171,7 +171,7 @@ def _ordered_decode(
             if CODES > 0:
                 key_scales, value_scales = load_scales(slab, blocks, start, seen, block_stride, kv_stride, DIM, BLOCK,
                                                        TILE, True)
-            highest, weight, acc, piece_highest, piece_weight, piece_acc = take_tile(
+            highest, weight, acc, piece_highest, piece_weight, piece_acc = accumulate_tile(
                 q, k, v, visible, key_scales, value_scales, factor, piece_begins(start, WINDOW_PIECE), highest, weight,
                 acc, piece_highest, piece_weight, piece_acc, True, CODES)
             blocks = tile_blocks(table, start + TILE, nearest, end, BLOCK, TILE, WINDOW_PIECE)
@@ -180,27 +180,27 @@ def _ordered_decode(
         place = (((first + part) * KV_HEADS + kv_head) * (QUERIES * GROUP) + member).to(tl.int64)  # [ROWS]
         if QUERIES > 1:
             if parts == 1:
-                _store(highest, weight, acc, head, query * HEADS + head, there, d, out_ptr + row * (HEADS * DIM),
+                _store(highest, weight, acc, head, query * HEADS + head, valid, d, out_ptr + row * (HEADS * DIM),
                        sinks_ptr, DIM, SINKS, CODES)
             else:
-                _leave(highest, weight, acc, place, there, d, sums_ptr, stats_ptr, DIM)
+                _store_partial(highest, weight, acc, place, valid, d, sums_ptr, stats_ptr, DIM)
         else:
             _end_piece(highest, weight, acc, place, parts, finished_ptr + slot * KV_HEADS + kv_head,
-                       (first * KV_HEADS + kv_head) * GROUP, kv_head, there, d, out_ptr + row * (HEADS * DIM), sums_ptr,
+                       (first * KV_HEADS + kv_head) * GROUP, kv_head, valid, d, out_ptr + row * (HEADS * DIM), sums_ptr,
                        stats_ptr, sinks_ptr, HEADS, GROUP, FEW, DIM, PADDED, SINKS, CODES)
 
 
 @triton.jit
-def _end_piece(highest, weight, acc, place, parts, counter, first, kv_head, there, d, out_ptr, sums_ptr, stats_ptr,
+def _end_piece(highest, weight, acc, place, parts, counter, first, kv_head, valid, d, out_ptr, sums_ptr, stats_ptr,
                sinks_ptr, HEADS: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr,
                PADDED: tl.constexpr, SINKS: tl.constexpr, CODES: tl.constexpr):
     """Store the result of a sequence that is one item; otherwise store the sums of a piece at `place` [ROWS], and add
     up all pieces, which begin at `first`, if this is the last piece of its key head to complete."""
     if parts == 1:
         head = kv_head * GROUP + tl.arange(0, highest.shape[0]) % GROUP
-        _store(highest, weight, acc, head, head, there, d, out_ptr, sinks_ptr, DIM, SINKS, CODES)
+        _store(highest, weight, acc, head, head, valid, d, out_ptr, sinks_ptr, DIM, SINKS, CODES)
     else:
-        _leave(highest, weight, acc, place, there, d, sums_ptr, stats_ptr, DIM)
+        _store_partial(highest, weight, acc, place, valid, d, sums_ptr, stats_ptr, DIM)
         tl.debug_barrier()  # all sums of this program are written before it increments the counter
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             tl.store(counter, 0)
@@ -210,10 +210,10 @@ def _end_piece(highest, weight, acc, place, parts, counter, first, kv_head, ther
 
 
 @triton.jit
-def _leave(highest, weight, acc, place, there, d, sums_ptr, stats_ptr, DIM: tl.constexpr):
-    tl.store(sums_ptr + place[:, None] * DIM + d[None, :], acc, mask=there[:, None] & (d[None, :] < DIM))
-    tl.store(stats_ptr + place * 2, highest, mask=there)
-    tl.store(stats_ptr + place * 2 + 1, weight, mask=there)
+def _store_partial(highest, weight, acc, place, valid, d, sums_ptr, stats_ptr, DIM: tl.constexpr):
+    tl.store(sums_ptr + place[:, None] * DIM + d[None, :], acc, mask=valid[:, None] & (d[None, :] < DIM))
+    tl.store(stats_ptr + place * 2, highest, mask=valid)
+    tl.store(stats_ptr + place * 2 + 1, weight, mask=valid)
 
 
 @triton.jit
@@ -247,20 +247,20 @@ def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, S
     """Add up the sums that the pieces of a sequence stored for one key head, in order: rows from `first` on, STEP rows
     apart."""
     member = tl.arange(0, FEW)
-    there = member < GROUP
+    valid = member < GROUP
     place = (first + member).to(tl.int64)
     highest = tl.full([FEW], float("-inf"), tl.float32)
     weight = tl.zeros([FEW], tl.float32)
     acc = tl.zeros([FEW, PADDED], tl.float32)
     for piece in range(0, parts, 8):  # loads of eight pieces are in flight at a time
-        h0, w0, a0 = _left(sums_ptr, stats_ptr, place, piece < parts, there, d, DIM)
-        h1, w1, a1 = _left(sums_ptr, stats_ptr, place + STEP, piece + 1 < parts, there, d, DIM)
-        h2, w2, a2 = _left(sums_ptr, stats_ptr, place + 2 * STEP, piece + 2 < parts, there, d, DIM)
-        h3, w3, a3 = _left(sums_ptr, stats_ptr, place + 3 * STEP, piece + 3 < parts, there, d, DIM)
-        h4, w4, a4 = _left(sums_ptr, stats_ptr, place + 4 * STEP, piece + 4 < parts, there, d, DIM)
-        h5, w5, a5 = _left(sums_ptr, stats_ptr, place + 5 * STEP, piece + 5 < parts, there, d, DIM)
-        h6, w6, a6 = _left(sums_ptr, stats_ptr, place + 6 * STEP, piece + 6 < parts, there, d, DIM)
-        h7, w7, a7 = _left(sums_ptr, stats_ptr, place + 7 * STEP, piece + 7 < parts, there, d, DIM)
+        h0, w0, a0 = _load_partial(sums_ptr, stats_ptr, place, piece < parts, valid, d, DIM)
+        h1, w1, a1 = _load_partial(sums_ptr, stats_ptr, place + STEP, piece + 1 < parts, valid, d, DIM)
+        h2, w2, a2 = _load_partial(sums_ptr, stats_ptr, place + 2 * STEP, piece + 2 < parts, valid, d, DIM)
+        h3, w3, a3 = _load_partial(sums_ptr, stats_ptr, place + 3 * STEP, piece + 3 < parts, valid, d, DIM)
+        h4, w4, a4 = _load_partial(sums_ptr, stats_ptr, place + 4 * STEP, piece + 4 < parts, valid, d, DIM)
+        h5, w5, a5 = _load_partial(sums_ptr, stats_ptr, place + 5 * STEP, piece + 5 < parts, valid, d, DIM)
+        h6, w6, a6 = _load_partial(sums_ptr, stats_ptr, place + 6 * STEP, piece + 6 < parts, valid, d, DIM)
+        h7, w7, a7 = _load_partial(sums_ptr, stats_ptr, place + 7 * STEP, piece + 7 < parts, valid, d, DIM)
         highest, weight, acc = add_piece(highest, weight, acc, h0, w0, a0)
         highest, weight, acc = add_piece(highest, weight, acc, h1, w1, a1)
         highest, weight, acc = add_piece(highest, weight, acc, h2, w2, a2)
@@ -271,23 +271,23 @@ def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, S
         highest, weight, acc = add_piece(highest, weight, acc, h7, w7, a7)
         place += 8 * STEP
     head = kv_head * GROUP + member
-    _store(highest, weight, acc, head, head, there, d, out_ptr, sinks_ptr, DIM, SINKS, CODES)
+    _store(highest, weight, acc, head, head, valid, d, out_ptr, sinks_ptr, DIM, SINKS, CODES)
 
 
 @triton.jit
-def _store(highest, weight, acc, head, place, there, d, out_ptr, sinks_ptr, DIM: tl.constexpr, SINKS: tl.constexpr,
+def _store(highest, weight, acc, head, place, valid, d, out_ptr, sinks_ptr, DIM: tl.constexpr, SINKS: tl.constexpr,
            CODES: tl.constexpr):
     """Store the results of heads [ROWS] at `place` [ROWS], in units of DIM elements."""
-    sink = tl.load(sinks_ptr + head, mask=there, other=0.0) if SINKS else None
+    sink = tl.load(sinks_ptr + head, mask=valid, other=0.0) if SINKS else None
     result = finish(highest, weight, acc, sink, SINKS, CODES)
     tl.store(out_ptr + place[:, None] * DIM + d[None, :], result.to(out_ptr.dtype.element_ty),
-             mask=there[:, None] & (d[None, :] < DIM))
+             mask=valid[:, None] & (d[None, :] < DIM))
 
 
 @triton.jit
-def _left(sums_ptr, stats_ptr, place, exists, there, d, DIM: tl.constexpr):
+def _load_partial(sums_ptr, stats_ptr, place, exists, valid, d, DIM: tl.constexpr):
     """Load the sums that a piece stored at `place` [FEW], bypassing L1: another multiprocessor wrote them."""
-    wanted = there & exists
+    wanted = valid & exists
     highest = tl.load(stats_ptr + place * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
     weight = tl.load(stats_ptr + place * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
     acc = tl.load(sums_ptr + place[:, None] * DIM + d[None, :], mask=wanted[:, None] & (d[None, :] < DIM), other=0.0,

@@ -11,9 +11,9 @@ from spillover.kernels.cuda.attention_prefill import attend_prefill
 from spillover.kernels.triton.attention import ordered_splits as splits
 from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES
 from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
-from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, operand, piece_begins, take_tile
+from spillover.kernels.triton.attention.softmax import LOG2E, accumulate_tile, add_piece, finish, operand, piece_begins
 from spillover.kernels.triton.codes import CODES
-from spillover.kernels.triton.launch import AS_WRITTEN
+from spillover.kernels.triton.launch import NO_FUSION
 
 # Queries per program, warps and stages. Small programs share a multiprocessor: one multiplies while the other computes
 # exponentials. Each program converts KV codes itself, so with codes it has more queries to use them for.
@@ -58,7 +58,7 @@ def ordered_prefill(
         GROUP=heads // kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
         TILE_QUERIES=TILE_QUERIES, QUERIES=queries, TILE=splits.TILE, WINDOW=window or 0,
         WINDOW_PIECE=splits.window_piece(window), SINKS=sinks is not None, SLOTS=slots is not None,
-        CODES=CODES[kv_dtype], num_warps=warps, num_stages=1 if wide else stages, **AS_WRITTEN,
+        CODES=CODES[kv_dtype], num_warps=warps, num_stages=1 if wide else stages, **NO_FUSION,
     )
 
 
@@ -106,12 +106,12 @@ def _ordered_prefill(
     whole = (cached + offset + 1) // TILE * TILE if WINDOW == 0 else begin
     blocks = tile_blocks(table, begin, oldest, end, BLOCK, TILE, WINDOW)
     for start in range(begin, whole, TILE):
-        highest, weight, acc, piece_highest, piece_weight, piece_acc = _take(
+        highest, weight, acc, piece_highest, piece_weight, piece_acc = _accumulate_tile(
             q, slab, blocks, start, position, oldest, end, block_stride, kv_stride, factor, highest, weight, acc,
             piece_highest, piece_weight, piece_acc, d, DIM, PADDED, BLOCK, TILE, 0, WINDOW_PIECE, False, CODES)
         blocks = tile_blocks(table, start + TILE, oldest, end, BLOCK, TILE, WINDOW)
     for start in range(whole, end, TILE):
-        highest, weight, acc, piece_highest, piece_weight, piece_acc = _take(
+        highest, weight, acc, piece_highest, piece_weight, piece_acc = _accumulate_tile(
             q, slab, blocks, start, position, oldest, end, block_stride, kv_stride, factor, highest, weight, acc,
             piece_highest, piece_weight, piece_acc, d, DIM, PADDED, BLOCK, TILE, WINDOW, WINDOW_PIECE, True, CODES)
         blocks = tile_blocks(table, start + TILE, oldest, end, BLOCK, TILE, WINDOW)
@@ -123,7 +123,7 @@ def _ordered_prefill(
 
 
 @triton.jit
-def _take(
+def _accumulate_tile(
     q, slab, blocks, start, position, oldest, end, block_stride, kv_stride, factor, highest, weight, acc,
     piece_highest, piece_weight, piece_acc, d,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
@@ -131,18 +131,19 @@ def _take(
 ):
     """Add one tile of keys to the sums of a piece; where a piece begins, first add the previous one to the total."""
     n = start + tl.arange(0, TILE)
-    own = None
+    valid = None
     if MASKED:
-        own = (n >= oldest) & (n < end) if WINDOW > 0 else n < end
-    k, v = load_tile(slab, blocks, start, own, block_stride, kv_stride, d, DIM, PADDED, BLOCK, TILE, MASKED)
+        valid = (n >= oldest) & (n < end) if WINDOW > 0 else n < end
+    k, v = load_tile(slab, blocks, start, valid, block_stride, kv_stride, d, DIM, PADDED, BLOCK, TILE, MASKED)
     key_scales, value_scales = None, None
     if CODES > 0:
-        key_scales, value_scales = load_scales(slab, blocks, start, own, block_stride, kv_stride, DIM, BLOCK, TILE,
+        key_scales, value_scales = load_scales(slab, blocks, start, valid, block_stride, kv_stride, DIM, BLOCK, TILE,
                                                MASKED)
     visible = None
     if MASKED:
         visible = n[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (n[None, :] > position[:, None] - WINDOW)
-    return take_tile(q, k, v, visible, key_scales, value_scales, factor, piece_begins(start, WINDOW_PIECE), highest,
-                     weight, acc, piece_highest, piece_weight, piece_acc, MASKED, CODES)
+    return accumulate_tile(
+        q, k, v, visible, key_scales, value_scales, factor, piece_begins(start, WINDOW_PIECE), highest, weight, acc,
+        piece_highest, piece_weight, piece_acc, MASKED, CODES)

@@ -30,10 +30,10 @@ def tile_blocks(table, start, oldest, end, BLOCK: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def load_tile(slab, blocks, start, own, block_stride, kv_stride, d, DIM: tl.constexpr, PADDED: tl.constexpr,
+def load_tile(slab, blocks, start, valid, block_stride, kv_stride, d, DIM: tl.constexpr, PADDED: tl.constexpr,
               BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
     """Load keys [PADDED, TILE] and values [TILE, PADDED] of the tile from position `start` on; `slab`: the keys of one
-    head, with its values `kv_stride` after them; `own`: with MASKED, the positions that belong to the sequence."""
+    head, with its values `kv_stride` after them; `valid`: with MASKED, the positions that belong to the sequence."""
     block, inside = _places(blocks, start, block_stride, BLOCK, TILE)
     values = slab + (block + kv_stride + inside * DIM)[:, None] + d[None, :]
     if keys_by_token(slab):
@@ -45,20 +45,20 @@ def load_tile(slab, blocks, start, own, block_stride, kv_stride, d, DIM: tl.cons
         places = tl.max_contiguous(tl.multiple_of((block + inside)[None, :] + d[:, None] * BLOCK, [1, RUN]), [1, RUN])
         k = tl.load(slab + places) if DIM == PADDED else tl.load(slab + places, mask=d[:, None] < DIM, other=0)
     if DIM == PADDED:
-        v = tl.load(values, mask=own[:, None], other=0) if MASKED else tl.load(values)
+        v = tl.load(values, mask=valid[:, None], other=0) if MASKED else tl.load(values)
     else:
-        v = tl.load(values, mask=own[:, None] & (d[None, :] < DIM) if MASKED else d[None, :] < DIM, other=0)
+        v = tl.load(values, mask=valid[:, None] & (d[None, :] < DIM) if MASKED else d[None, :] < DIM, other=0)
     return k, v
 
 
 @triton.jit
-def load_scales(slab, blocks, start, own, block_stride, kv_stride, DIM: tl.constexpr, BLOCK: tl.constexpr,
+def load_scales(slab, blocks, start, valid, block_stride, kv_stride, DIM: tl.constexpr, BLOCK: tl.constexpr,
                 TILE: tl.constexpr, MASKED: tl.constexpr):
     """Load the scales [TILE] of a tile's keys and of its values, float32, stored after the codes of a block."""
     block, inside = _places(blocks, start, block_stride // 4, BLOCK, TILE)
     keys = (slab + BLOCK * DIM).to(tl.pointer_type(tl.float32)) + block + inside
     values = tl.load(keys + kv_stride // 4)
-    return tl.load(keys), tl.where(own, values, 0.0) if MASKED else values
+    return tl.load(keys), tl.where(valid, values, 0.0) if MASKED else values
 
 
 @triton.jit

@@ -47,8 +47,8 @@ def operand(q, CODES: tl.constexpr):
 
 
 @triton.jit
-def take_tile(q, k, v, visible, key_scales, value_scales, factor, begins, highest, weight, acc, piece_highest,
-              piece_weight, piece_acc, MASKED: tl.constexpr, CODES: tl.constexpr):
+def accumulate_tile(q, k, v, visible, key_scales, value_scales, factor, begins, highest, weight, acc, piece_highest,
+                    piece_weight, piece_acc, MASKED: tl.constexpr, CODES: tl.constexpr):
     """Add keys k [D, TILE] and values v [TILE, D] to the sums of a piece: the largest score and the sum of weights
     [ROWS], the weighted values [ROWS, D]; where a piece `begins`, first add the previous piece to the total sums.
 
@@ -95,9 +95,9 @@ def add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc):
     zeros, and change nothing."""
     higher = tl.maximum(highest, piece_highest)
     base = _base(higher)
-    mine, theirs = tl.exp2(highest - base), tl.exp2(piece_highest - base)
-    weight = tl.fma(weight, mine, piece_weight * theirs)
-    acc = tl.fma(acc, mine[:, None] + tl.zeros_like(acc), piece_acc * theirs[:, None])
+    factor, piece_factor = tl.exp2(highest - base), tl.exp2(piece_highest - base)
+    weight = tl.fma(weight, factor, piece_weight * piece_factor)
+    acc = tl.fma(acc, factor[:, None] + tl.zeros_like(acc), piece_acc * piece_factor[:, None])
     return higher, weight, acc
 
 
@@ -107,9 +107,9 @@ def finish(highest, weight, acc, sink, SINKS: tl.constexpr, CODES: tl.constexpr)
     if SINKS:
         sink = sink.to(tl.float32)
         higher = tl.maximum(highest, sink * LOG2E)
-        mine = tl.exp2(highest - higher)
-        weight = tl.fma(weight, mine, tl.exp2(tl.fma(sink, tl.zeros_like(sink) + LOG2E, -higher)))
-        acc = acc * mine[:, None]
+        factor = tl.exp2(highest - higher)
+        weight = tl.fma(weight, factor, tl.exp2(tl.fma(sink, tl.zeros_like(sink) + LOG2E, -higher)))
+        acc = acc * factor[:, None]
     # Adding zero turns minus zero into zero: the sign of a zero sum depends on what else was added.
     one = tl.full(weight.shape, 1.0 / _RAISED if CODES > 0 else 1.0, tl.float32)
     return acc * tl.div_rn(one, weight)[:, None] + 0.0

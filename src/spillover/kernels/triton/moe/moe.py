@@ -29,7 +29,7 @@ from spillover.kernels.cuda import mixture as cuda
 from spillover.kernels.extents import dequantizes
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tiles
 from spillover.kernels.moe.experts import Experts
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import pdl_options
 from spillover.kernels.triton.moe.moe_experts import (
     experts_down_pairs,
     experts_down_tiles,
@@ -37,7 +37,7 @@ from spillover.kernels.triton.moe.moe_experts import (
     experts_gate_up_tiles,
 )
 from spillover.kernels.triton.moe.moe_routing import combine, route, sort_by_expert
-from spillover.kernels.triton.moe.moe_widen import wide_room, widen
+from spillover.kernels.triton.moe.moe_widen import allocate_wide, widen
 
 FEW_TOKENS = 8
 ARRIVALS = 1 << 16  # maximum number of tokens times tiles of columns
@@ -63,9 +63,9 @@ def mixture(
     if tokens == 0:
         return torch.empty_like(x)
     if tiles is None and wide(x, first.gemm, first.count, k, second.width):
-        room = wide_room(first.count, x.shape[1], second.width, x)
-        widen(first, second, room)
-        first, second = room
+        dense = allocate_wide(first.count, x.shape[1], second.width, x)
+        widen(first, second, dense)
+        first, second = dense
     gemm = first.gemm if tiles is not None else cuda.cuda_gemm(first.gemm, x, second.width, k)
     ids, shares, x_ready = route(scores, x, k, renormalize, gemm)
     if tokens <= few_tokens and gemm.few is not None:
@@ -83,7 +83,7 @@ def _few(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None, dtype: torch.dtype,
     tiles: Tiles, gemm: GroupedGemm,
 ) -> Tensor:
-    h, parts = pair_room(x, ids, gemm.row_width(second.width), dtype if second.gemm.ordered else torch.float32)
+    h, parts = allocate_pairs(x, ids, gemm.row_width(second.width), dtype if second.gemm.ordered else torch.float32)
     out = torch.empty(ids.shape[0], x.shape[1], dtype=dtype, device=x.device)
     pair_products(x, ids, shares, first, second, limit, tiles, h, parts, out)
     return out
@@ -94,12 +94,12 @@ def _many(
     tiles: Tiles, gemm: GroupedGemm,
 ) -> Tensor:
     order, places = sort_by_expert(ids, first.count, tiles[0].tokens)
-    h, rows = tile_room(x, ids, gemm.row_width(second.width), dtype)
+    h, rows = allocate_tiles(x, ids, gemm.row_width(second.width), dtype)
     tile_products(x, order, places, ids.shape[1], first, second, limit, tiles, h, rows)
     return combine(rows, shares, dtype)
 
 
-def pair_room(x: Tensor, ids: Tensor, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def allocate_pairs(x: Tensor, ids: Tensor, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Allocate the result of the first product of `pair_products` and, in `dtype`, that of the second."""
     pairs = ids.numel()
     return (torch.empty(pairs, inner, dtype=x.dtype, device=x.device),
@@ -126,7 +126,7 @@ def pair_products(
         x, first.values, _or(first.scales, x), _or(first.bias, x), slots, ids, shares, h, limit or 0.0, hidden,
         HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=first.gemm.code, DOWN_FORMAT=second.gemm.code,
         CLAMPED=limit is not None, **_layout(first), ORDERED=first.gemm.ordered, BLOCK_N=tile.rows, BLOCK_K=tile.depth,
-        STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
+        STAGES=tile.stages, num_warps=tile.warps, **pdl_options(x.device),
     )
     tile = tiles[1]
     assert ids.shape[0] * triton.cdiv(hidden, tile.rows) <= ARRIVALS
@@ -135,11 +135,11 @@ def pair_products(
         _or(out, parts), inner,
         HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=second.gemm.code, **_layout(second), SUM=out is not None,
         ORDERED=second.gemm.ordered, BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
-        **early(x.device),
+        **pdl_options(x.device),
     )
 
 
-def tile_room(x: Tensor, ids: Tensor, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def allocate_tiles(x: Tensor, ids: Tensor, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Allocate the result of the first product of `tile_products` and, in `dtype`, that of the second."""
     pairs = ids.numel()
     return (torch.empty(pairs, inner, dtype=x.dtype, device=x.device),

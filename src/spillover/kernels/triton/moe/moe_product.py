@@ -309,7 +309,7 @@ def row_product(
         half: tl.constexpr = K // 2
         groups: tl.constexpr = (K // GROUP + SCALE_PADDING - 1) // SCALE_PADDING * SCALE_PADDING
         byte = tl.arange(0, BLOCK_K // 2)
-        own = (byte // (GROUP // 2))[None, :] == lane[:, None]
+        lane_mask = (byte // (GROUP // 2))[None, :] == lane[:, None]
         w_from = w_ptr + w_rows[:, None] * half
         scale_from = scale_ptr + scale_rows[:, None] * groups
         x_from = x_ptr + x_row.to(tl.int64) * K + lane[:, None] * 0
@@ -320,8 +320,8 @@ def row_product(
             inside = (at < half)[None, :]
             codes = tl.load(w_from + at[None, :], mask=inside, other=0)
             scale = tl.load(scale_from + at_group[None, :], mask=(at_group < groups)[None, :], other=0)
-            even = tl.load(x_from + at[None, :], mask=own & inside, other=0.0)
-            odd = tl.load(x_from + half + at[None, :], mask=own & inside, other=0.0)
+            even = tl.load(x_from + at[None, :], mask=lane_mask & inside, other=0.0)
+            odd = tl.load(x_from + half + at[None, :], mask=lane_mask & inside, other=0.0)
             w_even, w_odd = spread_mxfp4(codes, x_ptr.dtype.element_ty)
             part = multiply(w_even, even, tl.zeros((N, 8), tl.float32))
             part = multiply(w_odd, odd, part)
@@ -330,7 +330,7 @@ def row_product(
     elif FORMAT == FP8:
         blocks: tl.constexpr = (K + FP8_BLOCK - 1) // FP8_BLOCK
         column = tl.arange(0, BLOCK_K)
-        own = (column // FP8_BLOCK)[None, :] == lane[:, None]
+        lane_mask = (column // FP8_BLOCK)[None, :] == lane[:, None]
         w_from = w_ptr + w_rows[:, None] * K
         scale_from = scale_ptr + scale_rows[:, None] * blocks
         x_from = x_ptr + x_row.to(tl.int64) * K + lane[:, None] * 0
@@ -342,7 +342,7 @@ def row_product(
             w = tl.load(w_from + at[None, :], mask=inside, other=0.0)
             known = (lane < BLOCK_K // FP8_BLOCK) & (at_block < blocks)
             scale = tl.load(scale_from + at_block[None, :], mask=known[None, :], other=0.0)
-            x = tl.load(x_from + at[None, :], mask=own & inside, other=0.0)
+            x = tl.load(x_from + at[None, :], mask=lane_mask & inside, other=0.0)
             total += multiply(spread_fp8(w), x, tl.zeros((N, 8), tl.float32)) * scale
         total *= FP8_REST
     else:

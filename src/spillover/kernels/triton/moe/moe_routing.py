@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.formats.grouped_gemm import GroupedGemm
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import pdl_options
 from spillover.kernels.triton.moe.moe_product import activation_columns, activation_values
 
 _COLUMNS = 512  # columns of activations that one program of the routing copies
@@ -43,7 +43,7 @@ def route(
         SHARED_PLACE=replay_at is None or len(replay_at) == 1,
         EXPERTS=experts, PADDED=triton.next_power_of_2(experts), K=k, PADDED_K=triton.next_power_of_2(k),
         RENORMALIZE=renormalize, HIDDEN=hidden, WIDTH=width, COLUMNS=_COLUMNS, FORMAT=gemm.code, num_warps=1,
-        **early(x.device),
+        **pdl_options(x.device),
     )
     return ids, shares, ready
 
@@ -120,12 +120,12 @@ def _route(
     else:
         best = tl.full((PADDED_K,), float("-inf"), tl.float32)
         chosen = tl.zeros((PADDED_K,), tl.int32)
-        left = scores
+        remaining = scores
         for j in tl.static_range(K):
-            value, index = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
+            value, index = tl.max(remaining, 0, return_indices=True, return_indices_tie_break_left=True)
             best = tl.where(slot == j, value, best)
             chosen = tl.where(slot == j, tl.minimum(index, EXPERTS - 1), chosen)  # with NaN the index is out of range
-            left = tl.where(expert == index, float("-inf"), left)
+            remaining = tl.where(expert == index, float("-inf"), remaining)
     top = tl.max(best, 0)
     shares = tl.exp(best - top)  # slots past K: 0
     if RENORMALIZE:
@@ -165,9 +165,9 @@ def _sort(
     written = first
     for start in range(0, pairs, CHUNK):
         pair = start + lane
-        mine = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1) == expert
-        rank = tl.cumsum(mine.to(tl.int32), 0)
-        tl.store(order_ptr + written + rank - 1, pair, mask=mine)
+        selected = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1) == expert
+        rank = tl.cumsum(selected.to(tl.int32), 0)
+        tl.store(order_ptr + written + rank - 1, pair, mask=selected)
         written += tl.max(rank, 0)
 
 

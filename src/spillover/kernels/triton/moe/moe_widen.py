@@ -17,23 +17,23 @@ from spillover.kernels.moe.experts import Experts
 from spillover.kernels.triton.moe.moe_product import FP8_BLOCK
 
 
-def wide_room(experts: int, hidden: int, inner: int, x: Tensor) -> tuple[Experts, Experts]:
+def allocate_wide(experts: int, hidden: int, inner: int, x: Tensor) -> tuple[Experts, Experts]:
     """Allocate the weights of both products of n experts, in the type of x."""
 
-    def room(rows: int, columns: int) -> Experts:
+    def allocate(rows: int, columns: int) -> Experts:
         made = torch.empty(experts, rows, columns, dtype=x.dtype, device=x.device)
         return Experts(Linear(DENSE, LinearShape((rows,), columns), (made,)))
 
-    return room(2 * inner, hidden), room(hidden, inner)
+    return allocate(2 * inner, hidden), allocate(hidden, inner)
 
 
-def widen(first: Experts, second: Experts, room: tuple[Experts, Experts], slots: Tensor | None = None) -> None:
-    """Dequantise both products of every expert into `room`, which is indexed by expert id.
+def widen(first: Experts, second: Experts, wide: tuple[Experts, Experts], slots: Tensor | None = None) -> None:
+    """Dequantise both products of every expert into `wide`, which is indexed by expert id.
 
     `slots` int32 [E]: the slot of each expert, if the stacks are indexed by slot; experts in none (-1) are skipped.
     """
-    _widen_stack(first, room[0], slots)
-    _widen_stack(second, room[1], slots)
+    _widen_stack(first, wide[0], slots)
+    _widen_stack(second, wide[1], slots)
 
 
 def _widen_stack(stack: Experts, wide: Experts, slots: Tensor | None) -> None:

@@ -18,14 +18,14 @@ from spillover.kernels.moe.moe import LocalExperts
 from spillover.kernels.moe.page_table import NONE, PATIENCE, PageTable, Resolution
 from spillover.kernels.triton.moe.moe import (
     FEW_TOKENS,
+    allocate_pairs,
+    allocate_tiles,
     pair_products,
-    pair_room,
     tile_products,
-    tile_room,
     wide,
 )
 from spillover.kernels.triton.moe.moe_routing import combine, count_by_rank, route, sort_by_expert
-from spillover.kernels.triton.moe.moe_widen import wide_room, widen
+from spillover.kernels.triton.moe.moe_widen import allocate_wide, widen
 from spillover.kernels.triton.moe.paging import assign, collect, gather, gather_and_post, post, resolve
 
 
@@ -40,7 +40,7 @@ def paged_mixture(
     if scores.shape[0] == 0:
         return torch.empty_like(x)
     replayed = None if replay is None else (replay[:, layer], table.step if replay_at is None else replay_at)
-    passes = PassedMixture(x, scores, k, renormalize, first.gemm, second.width, limit, few_tokens, tiles, replayed)
+    passes = MultiPassMixture(x, scores, k, renormalize, first.gemm, second.width, limit, few_tokens, tiles, replayed)
     resolution = resolve(passes.ids, table, layer, None if queue is None else split)
     if queue is None:
         gather(resolution, records, slots)
@@ -48,7 +48,7 @@ def paged_mixture(
         gather_and_post(x, resolution, layer, records, slots, queue)
     assert resolution.row is not None
     if queue is None and not resolution.later:
-        return passes.whole(first, second, resolution.row)
+        return passes.single_pass(first, second, resolution.row)
     passes.add(first, second, resolution.row)
     for later in resolution.later:
         gather(later, records, slots)
@@ -57,29 +57,30 @@ def paged_mixture(
     return passes.end(None if queue is None else (resolution, queue), patience)
 
 
-def own_mixture(
+def local_mixture(
     x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None,
-    own: LocalExperts, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
+    local: LocalExperts, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
 ) -> Tensor:
     """Return the contribution of this rank's experts, which are in the stacks, to kernels.moe.moe.mixture."""
     if scores.shape[0] == 0:
         return torch.empty_like(x)
-    passes = PassedMixture(x, scores, k, renormalize, first.gemm, second.width, limit, few_tokens, tiles, whole=False)
-    if own.rows is not None:
-        count_by_rank(passes.ids, len(own), own.rows)
-    passes.add(first, second, _own_slots(own.start, own.stop, scores.shape[1], x.device))
+    passes = MultiPassMixture(x, scores, k, renormalize, first.gemm, second.width, limit, few_tokens, tiles,
+                              complete=False)
+    if local.rows is not None:
+        count_by_rank(passes.ids, len(local), local.rows)
+    passes.add(first, second, _local_slots(local.start, local.stop, scores.shape[1], x.device))
     return passes.end()
 
 
 @cache
-def _own_slots(start: int, stop: int, experts: int, device: torch.device) -> Tensor:
+def _local_slots(start: int, stop: int, experts: int, device: torch.device) -> Tensor:
     """Return the index of each expert in stacks of the experts from `start` to `stop`, int32 [experts]."""
     slots = torch.full((experts,), NONE, dtype=torch.int32)
     slots[start:stop] = torch.arange(stop - start, dtype=torch.int32)
     return slots.to(device)
 
 
-class PassedMixture:
+class MultiPassMixture:
     """The CUDA form of kernels.moe.paged_moe.Passes. Pairs are routed and sorted at the start, and summed at the end.
 
     The path and the tiles are those of `moe.mixture` for the same number of tokens, so that the result has the same
@@ -90,9 +91,9 @@ class PassedMixture:
     def __init__(
         self, x: Tensor, scores: Tensor, k: int, renormalize: bool, gemm: GroupedGemm, inner: int,
         limit: float | None = None, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
-        replay: tuple[Tensor, Tensor] | None = None, whole: bool = True,
+        replay: tuple[Tensor, Tensor] | None = None, complete: bool = True,
     ) -> None:
-        """Route and sort. `replay`: the last two arguments of `moe_routing.route`. `whole`: the passes cover every
+        """Route and sort. `replay`: the last two arguments of `moe_routing.route`. `complete`: the passes cover every
         chosen expert; otherwise the contribution of the experts in no pass is left out."""
         tokens, experts = scores.shape
         self._limit, self._k, self._dtype = limit, k, x.dtype
@@ -102,8 +103,8 @@ class PassedMixture:
         self._plain_x = x
         self._hosted: tuple[Resolution, HostExpertQueue] | None = None
         self._wide: tuple[Experts, Experts] | None = None
-        if tiles is None and whole and wide(x, gemm, experts, k, inner):
-            self._wide = wide_room(experts, x.shape[1], inner, x)
+        if tiles is None and complete and wide(x, gemm, experts, k, inner):
+            self._wide = allocate_wide(experts, x.shape[1], inner, x)
             gemm = self._wide[0].gemm
         if tiles is None:
             gemm = cuda_gemm(gemm, x, inner, k)
@@ -114,12 +115,12 @@ class PassedMixture:
         self._shared = self._few and not gemm.ordered  # whether rows are already multiplied by their shares
         if few is not None:
             self._tiles = tiles or few
-            self._h, self._rows = pair_room(self._x, self.ids, width, x.dtype if gemm.ordered else torch.float32)
+            self._h, self._rows = allocate_pairs(self._x, self.ids, width, x.dtype if gemm.ordered else torch.float32)
         else:
             self._tiles = tiles or gemm.many_tiles(tokens * k / experts)
             self._order, self._places = sort_by_expert(self.ids, experts, self._tiles[0].tokens)
-            self._h, self._rows = tile_room(self._x, self.ids, width, x.dtype)
-        if not whole:
+            self._h, self._rows = allocate_tiles(self._x, self.ids, width, x.dtype)
+        if not complete:
             self._rows.zero_()
 
     def delegate(self, hosted: Tensor, layer: int, queue: HostExpertQueue) -> None:
@@ -140,7 +141,7 @@ class PassedMixture:
         else:
             self._tile_products(first, second, slots_row)
 
-    def whole(self, first: Experts, second: Experts, slots_row: Tensor) -> Tensor:
+    def single_pass(self, first: Experts, second: Experts, slots_row: Tensor) -> Tensor:
         """Return the mixture from this single pass: every chosen expert has a slot."""
         if not self._few:
             self.add(first, second, slots_row)

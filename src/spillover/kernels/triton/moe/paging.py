@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spillover.kernels.moe import host_expert_queue as places
+from spillover.kernels.moe import host_expert_queue as fields
 from spillover.kernels.moe import page_table
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.page_table import PATIENCE, PageTable, Resolution
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import pdl_options
 
 GATHER_PROGRAMS = 8  # number of programs that copy records; each has GATHER_BYTES in flight over the link
 GATHER_BYTES = 32 * 1024
@@ -26,10 +26,10 @@ _NONE = tl.constexpr(page_table.NONE)
 _OLDEST = tl.constexpr(page_table.OLDEST)
 _MOST_SLOTS = tl.constexpr(page_table.MOST_SLOTS)
 _NO_KEY = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # greater than the key of any slot
-_DONE, _POSTED, _FAILED = tl.constexpr(places.DONE), tl.constexpr(places.POSTED), tl.constexpr(places.FAILED)
-_LAYER, _COUNT, _TOKENS = tl.constexpr(places.LAYER), tl.constexpr(places.COUNT), tl.constexpr(places.TOKENS)
-_TURN, _GIVEN_UP = tl.constexpr(places.TURN), tl.constexpr(places.GIVEN_UP)
-_PAIR = tl.constexpr(places.PAIR)
+_DONE, _POSTED, _FAILED = tl.constexpr(fields.DONE), tl.constexpr(fields.POSTED), tl.constexpr(fields.FAILED)
+_LAYER, _COUNT, _TOKENS = tl.constexpr(fields.LAYER), tl.constexpr(fields.COUNT), tl.constexpr(fields.TOKENS)
+_TURN, _GIVEN_UP = tl.constexpr(fields.TURN), tl.constexpr(fields.GIVEN_UP)
+_PAIR = tl.constexpr(fields.PAIR)
 _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
@@ -39,7 +39,7 @@ def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = No
     assert pairs <= table.log.shape[2]
     counts = torch.empty(passes, 2, dtype=torch.int32, device=ids.device)
     gathers = torch.empty(passes, pairs, 2, dtype=torch.int32, device=ids.device)
-    hosted = torch.empty(pairs, places.PAIR, dtype=torch.int32, device=ids.device)
+    hosted = torch.empty(pairs, fields.PAIR, dtype=torch.int32, device=ids.device)
     place = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     rows = torch.empty(passes, table.experts, dtype=torch.int32, device=ids.device)
     log_rows, layers, log_pairs = table.log.shape
@@ -50,7 +50,7 @@ def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = No
         len(table.owner), PASSES=passes, TRANSIT=max(1, table.transit), LAYERS=layers,
         EXPERTS=table.experts, PADDED=triton.next_power_of_2(table.experts), K=k,
         PADDED_PAIRS=triton.next_power_of_2(pairs), LOG_ROWS=log_rows, LOG_PAIRS=log_pairs,
-        PADDED_LOG=triton.next_power_of_2(most), num_warps=1 if table.experts <= 256 else 4, **early(ids.device),
+        PADDED_LOG=triton.next_power_of_2(most), num_warps=1 if table.experts <= 256 else 4, **pdl_options(ids.device),
     )
     return Resolution.in_passes(counts, gathers, hosted, place, rows)
 
@@ -59,11 +59,11 @@ def assign(ids: Tensor, hosted: Tensor) -> Resolution:
     """Do what kernels.moe.paging.assign_reference does, on the device."""
     pairs, k = ids.numel(), ids.shape[1]
     counts = torch.empty(2, dtype=torch.int32, device=ids.device)
-    to_host = torch.empty(pairs, places.PAIR, dtype=torch.int32, device=ids.device)
+    to_host = torch.empty(pairs, fields.PAIR, dtype=torch.int32, device=ids.device)
     place = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     _assign[(1,)](
         ids, hosted, counts, to_host, place, pairs, K=k, PADDED_PAIRS=triton.next_power_of_2(pairs), num_warps=8,
-        **early(ids.device),
+        **pdl_options(ids.device),
     )
     return Resolution(counts, ids.new_empty(0, 2), to_host, place)
 
@@ -76,21 +76,21 @@ def gather(
     _gather_and_post(resolution, records, slots, None, None, 0, programs, nbytes, warps)
 
 
-def post(x: Tensor, resolution: Resolution, layer: int, mail: HostExpertQueue) -> None:
+def post(x: Tensor, resolution: Resolution, layer: int, queue: HostExpertQueue) -> None:
     """Do what kernels.moe.paging.post_reference does, on the device."""
-    _gather_and_post(resolution, None, None, x, mail, layer, 0, GATHER_BYTES, GATHER_WARPS)
+    _gather_and_post(resolution, None, None, x, queue, layer, 0, GATHER_BYTES, GATHER_WARPS)
 
 
 def gather_and_post(
-    x: Tensor, resolution: Resolution, layer: int, records: Tensor, slots: Tensor, mail: HostExpertQueue,
+    x: Tensor, resolution: Resolution, layer: int, records: Tensor, slots: Tensor, queue: HostExpertQueue,
 ) -> None:
     """Run `gather` and `post` concurrently in one launch."""
-    _gather_and_post(resolution, records, slots, x, mail, layer, GATHER_PROGRAMS, GATHER_BYTES, GATHER_WARPS)
+    _gather_and_post(resolution, records, slots, x, queue, layer, GATHER_PROGRAMS, GATHER_BYTES, GATHER_WARPS)
 
 
 def _gather_and_post(
     resolution: Resolution, records: Tensor | None, slots: Tensor | None, x: Tensor | None,
-    mail: HostExpertQueue | None, layer: int, programs: int, nbytes: int, warps: int,
+    queue: HostExpertQueue | None, layer: int, programs: int, nbytes: int, warps: int,
 ) -> None:
     words = 0
     if records is not None and slots is not None:
@@ -98,21 +98,21 @@ def _gather_and_post(
         records, slots = records.view(torch.int64), slots.view(torch.int64)
         words = records.shape[1]
         assert records.stride(0) == slots.stride(0) == words
-    if x is not None and mail is not None:
-        assert x.shape[0] <= len(mail.x)
-        assert len(resolution.place) <= len(mail.pairs)
+    if x is not None and queue is not None:
+        assert x.shape[0] <= len(queue.x)
+        assert len(resolution.place) <= len(queue.pairs)
     device = resolution.counts.device
-    posted = None if mail is None or x is None else (
-        mail.header, mail.pairs, mail.x, mail.state, layer, x.shape[0], x.shape[1], x.stride(0)
+    posted = None if queue is None or x is None else (
+        queue.header, queue.pairs, queue.x, queue.state, layer, x.shape[0], x.shape[1], x.stride(0)
     )
     _gather_or_post[(programs + (posted is not None),)](
         resolution.counts, resolution.gathers, records, slots, words, x, resolution.hosted, *(posted or (None,) * 8),
-        WORDS=nbytes // 8, num_warps=warps, **early(device),
+        WORDS=nbytes // 8, num_warps=warps, **pdl_options(device),
     )
 
 
 def collect(
-    rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: HostExpertQueue | None, dtype: torch.dtype,
+    rows: Tensor, shares: Tensor, resolution: Resolution | None, queue: HostExpertQueue | None, dtype: torch.dtype,
     shared: bool = False, patience: int = PATIENCE,
 ) -> Tensor:
     """Do what kernels.moe.paging.collect_reference does, on the device."""
@@ -121,15 +121,16 @@ def collect(
     out = torch.empty(tokens, hidden, dtype=dtype, device=rows.device)
     block = min(1024, triton.next_power_of_2(hidden))
     grid = (tokens, triton.cdiv(hidden, block))
-    awaited = None if resolution is None or mail is None else (
-        resolution.counts, resolution.place, mail.header, mail.out, mail.state, patience
+    awaited = None if resolution is None or queue is None else (
+        resolution.counts, resolution.place, queue.header, queue.out, queue.state, patience
     )
     awaits = awaited is not None and grid[0] * grid[1] <= FEW_PROGRAMS
-    if resolution is not None and mail is not None and not awaits:
-        _await_answer[(1,)](resolution.counts, mail.header, mail.state, patience, num_warps=1, **early(rows.device))
+    if resolution is not None and queue is not None and not awaits:
+        _await_answer[(1,)](resolution.counts, queue.header, queue.state, patience, num_warps=1,
+                            **pdl_options(rows.device))
     _collect[grid](
         rows, shares, out, hidden, *(awaited or (None,) * 6), K=k, SHARED=shared, AWAIT=awaits, BLOCK=block,
-        num_warps=4, **early(rows.device),
+        num_warps=4, **pdl_options(rows.device),
     )
     return out
 
@@ -159,10 +160,10 @@ def _resolve(
     first = tl.load(first_ptr + layer)
     end = tl.load(first_ptr + layer + 1)
 
-    there = slot >= 0
+    resident = slot >= 0
     tokens = tl.histogram(ids, PADDED, mask=pair < pairs)
-    asked = tokens > 0
-    missing = asked & (slot < 0)
+    requested = tokens > 0
+    missing = requested & (slot < 0)
     misses = tl.sum(missing.to(tl.int32), 0)
     hosts = misses * 0
     to_host = tl.zeros((PADDED,), tl.int32)
@@ -179,9 +180,9 @@ def _resolve(
     gathered = misses - hosts
 
     key = _order(worth, stamp, step, slot - first)
-    key = tl.where(there & (asked == 0), key, _NO_KEY)
+    key = tl.where(resident & (requested == 0), key, _NO_KEY)
     # A slot of the layer is free only before all have been filled: the owners are read only then.
-    slots = tl.where(tl.sum(there.to(tl.int32), 0) < end - first, end - first, 0)
+    slots = tl.where(tl.sum(resident.to(tl.int32), 0) < end - first, end - first, 0)
     free = tl.load(owner_ptr + first + expert, mask=expert < slots, other=0) == _NONE
     free_key = tl.where(free, expert, PADDED)
     room = tl.sum(free.to(tl.int32), 0) + tl.sum((key != _NO_KEY).to(tl.int32), 0)
@@ -201,7 +202,7 @@ def _resolve(
         tl.store(gathers_ptr + turn * 2, newcomer)
         tl.store(gathers_ptr + turn * 2 + 1, taken)
     tl.store(slot_of_ptr + row, slot, mask=real)
-    tl.store(stamp_ptr + row, step, mask=asked)
+    tl.store(stamp_ptr + row, step, mask=requested)
 
     passing = missing & (rank >= placed)
     over = rank - placed  # index among the experts that pass through transit slots
@@ -217,12 +218,12 @@ def _resolve(
         if turn > 0:
             tl.store(counts_ptr + turn * 2 + 1, 0)
 
-    mine = (tl.gather(to_host, ids, 0) > 0) & (pair < pairs)
-    _to_host(ids, pair, mine, pair < pairs, hosted_ptr, place_ptr, K)
-    tl.store(counts_ptr + 1, tl.sum(mine.to(tl.int32), 0))
+    for_host = (tl.gather(to_host, ids, 0) > 0) & (pair < pairs)
+    _to_host(ids, pair, for_host, pair < pairs, hosted_ptr, place_ptr, K)
+    tl.store(counts_ptr + 1, tl.sum(for_host.to(tl.int32), 0))
 
     totals = totals_ptr + layer * 3
-    tl.store(totals, tl.load(totals) + tl.sum((asked & there).to(tl.int32), 0))
+    tl.store(totals, tl.load(totals) + tl.sum((requested & resident).to(tl.int32), 0))
     tl.store(totals + 1, tl.load(totals + 1) + gathered)
     tl.store(totals + 2, tl.load(totals + 2) + hosts)
     entry = tl.arange(0, PADDED_LOG)
@@ -242,21 +243,21 @@ def _assign(
     pair = tl.arange(0, PADDED_PAIRS)
     real = pair < pairs
     ids = tl.load(ids_ptr + pair, mask=real, other=0)
-    mine = (tl.load(hosted_ptr + ids, mask=real, other=0) > 0) & real
-    _to_host(ids, pair, mine, real, to_host_ptr, place_ptr, K)
+    for_host = (tl.load(hosted_ptr + ids, mask=real, other=0) > 0) & real
+    _to_host(ids, pair, for_host, real, to_host_ptr, place_ptr, K)
     tl.store(counts_ptr, 0)
-    tl.store(counts_ptr + 1, tl.sum(mine.to(tl.int32), 0))
+    tl.store(counts_ptr + 1, tl.sum(for_host.to(tl.int32), 0))
 
 
 @triton.jit
-def _to_host(ids, pair, mine, real, to_host_ptr, place_ptr, K: tl.constexpr):
+def _to_host(ids, pair, for_host, real, to_host_ptr, place_ptr, K: tl.constexpr):
     """Write the pairs that the host computes, and for every pair its index among them."""
-    place = tl.cumsum(mine.to(tl.int32), 0) - 1
-    tl.store(place_ptr + pair, tl.where(mine, place, _NONE), mask=real)
-    tl.store(to_host_ptr + place * _PAIR, pair // K, mask=mine)
-    tl.store(to_host_ptr + place * _PAIR + 1, ids, mask=mine)
-    tl.store(to_host_ptr + place * _PAIR + 2, pair, mask=mine)
-    tl.store(to_host_ptr + place * _PAIR + 3, 0, mask=mine)
+    place = tl.cumsum(for_host.to(tl.int32), 0) - 1
+    tl.store(place_ptr + pair, tl.where(for_host, place, _NONE), mask=real)
+    tl.store(to_host_ptr + place * _PAIR, pair // K, mask=for_host)
+    tl.store(to_host_ptr + place * _PAIR + 1, ids, mask=for_host)
+    tl.store(to_host_ptr + place * _PAIR + 2, pair, mask=for_host)
+    tl.store(to_host_ptr + place * _PAIR + 3, 0, mask=for_host)
 
 
 @triton.jit
@@ -265,14 +266,14 @@ def _order(worth, stamp, step, slot):
     # The bits of floats are ordered as the floats are once the bits below the sign of negative ones are inverted.
     bits = worth.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
-    late = (worth == float("inf")).to(tl.int64) * 2 + (stamp >= step - 1).to(tl.int64)
+    protected = (worth == float("inf")).to(tl.int64) * 2 + (stamp >= step - 1).to(tl.int64)
     used = (tl.maximum(stamp - step, -_OLDEST) + _OLDEST).to(tl.int64)
-    return (((late << 32) | ordered) * (_OLDEST + 1) + used) * _MOST_SLOTS + slot.to(tl.int64)
+    return (((protected << 32) | ordered) * (_OLDEST + 1) + used) * _MOST_SLOTS + slot.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["layer", "tokens"])
 def _gather_or_post(
-    counts_ptr, gathers_ptr, records_ptr, slots_ptr, words, x_ptr, hosted_ptr, header_ptr, pairs_ptr, mail_x_ptr,
+    counts_ptr, gathers_ptr, records_ptr, slots_ptr, words, x_ptr, hosted_ptr, header_ptr, pairs_ptr, queue_x_ptr,
     state_ptr, layer, tokens, hidden, x_stride, WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Copy records into slots; the first program posts rows for the host, if there are any."""
@@ -283,7 +284,7 @@ def _gather_or_post(
     programs = tl.num_programs(0)
     if header_ptr is not None:
         if program == 0:
-            _post(counts_ptr, x_ptr, hosted_ptr, header_ptr, pairs_ptr, mail_x_ptr, state_ptr, layer, tokens, hidden,
+            _post(counts_ptr, x_ptr, hosted_ptr, header_ptr, pairs_ptr, queue_x_ptr, state_ptr, layer, tokens, hidden,
                   x_stride, 1024)
         program -= 1
         programs -= 1
@@ -303,7 +304,7 @@ def _gather_or_post(
 
 @triton.jit
 def _post(
-    counts_ptr, x_ptr, hosted_ptr, header_ptr, pairs_ptr, mail_x_ptr, state_ptr, layer, tokens, hidden, x_stride,
+    counts_ptr, x_ptr, hosted_ptr, header_ptr, pairs_ptr, queue_x_ptr, state_ptr, layer, tokens, hidden, x_stride,
     BLOCK: tl.constexpr,
 ):
     count = tl.load(counts_ptr + 1)
@@ -319,7 +320,7 @@ def _post(
             for start in range(0, hidden, BLOCK):
                 column = start + lane
                 x = tl.load(x_ptr + tl.cast(token, tl.int64) * x_stride + column, mask=column < hidden)
-                tl.store(mail_x_ptr + token * hidden + column, x.to(tl.float32), mask=column < hidden)
+                tl.store(queue_x_ptr + token * hidden + column, x.to(tl.float32), mask=column < hidden)
         tl.store(header_ptr + _LAYER, layer)
         tl.store(header_ptr + _COUNT, count)
         tl.store(header_ptr + _TOKENS, tokens)
@@ -348,11 +349,11 @@ def _collect(
         share = tl.load(shares_ptr + pair)
         if place_ptr is not None:
             place = tl.load(place_ptr + pair).to(tl.int64)
-            here = inside & (place < 0)
-            away = inside & (place >= 0)
-            row = tl.load(rows_ptr + pair * hidden + column, mask=here, other=0.0)
+            on_device = inside & (place < 0)
+            on_host = inside & (place >= 0)
+            row = tl.load(rows_ptr + pair * hidden + column, mask=on_device, other=0.0)
             # The load must bypass caches: the host has written to this address since it was last read.
-            answer = tl.load(answers_ptr + place * hidden + column, mask=away, other=0.0, volatile=True)
+            answer = tl.load(answers_ptr + place * hidden + column, mask=on_host, other=0.0, volatile=True)
             if SHARED:
                 total += tl.where(place >= 0, share * answer, row)
             else:
@@ -379,11 +380,11 @@ def _await(counts_ptr, header_ptr, state_ptr, patience):
     """Wait until the host has answered the latest post, if any. After one timeout the device does not wait again."""
     if tl.load(counts_ptr + 1) > 0:
         turn = tl.load(state_ptr + _TURN)
-        left = tl.where(tl.load(state_ptr + _GIVEN_UP) != 0, 0, patience)
+        polls = tl.where(tl.load(state_ptr + _GIVEN_UP) != 0, 0, patience)
         done = _acquire(header_ptr + _DONE)
-        while (done - turn < 0) & (left > 0):
+        while (done - turn < 0) & (polls > 0):
             done = _acquire(header_ptr + _DONE)
-            left -= 1
+            polls -= 1
         if done - turn < 0:
             tl.store(state_ptr + _GIVEN_UP, 1)
             tl.store(header_ptr + _FAILED, 1)

@@ -57,7 +57,7 @@ class JsonBody(Generic[Model]):
         for name in _LISTS:
             entries = value.get(name)
             if isinstance(entries, list) and len(entries) > max_messages:
-                raise ApiError(400, f"{name} has {len(entries)} entries; at most {max_messages} are taken "
+                raise ApiError(400, f"{name} has {len(entries)} entries; at most {max_messages} are allowed "
                                     f"(--max-messages)", name, "too_many_messages")
         model = self.model_for(value)
         try:
@@ -99,7 +99,7 @@ def _num_fields(value: Any, containers: int) -> int:
         one = found.pop()
         if isinstance(one, dict):
             if len(one) > MAX_FIELDS:
-                raise ApiError(400, f"an object has {len(one)} fields; at most {MAX_FIELDS} are taken")
+                raise ApiError(400, f"an object has {len(one)} fields; at most {MAX_FIELDS} are allowed")
             n += len(one)
         if seen < containers:
             inner = [entry for entry in (one.values() if isinstance(one, dict) else one)
@@ -126,11 +126,11 @@ def _given_twice(body: bytes) -> str:
         return "a field"
     names: list[str] = []
 
-    def look(pairs: list[tuple[str, Any]]) -> None:
+    def check_names(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
         names.extend(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
 
-    json.loads(body, object_pairs_hook=look)
+    json.loads(body, object_pairs_hook=check_names)
     return f"the field '{names[0][:64]}'"
 
 

@@ -75,11 +75,11 @@ def check_shape(body: bytes, max_values: int) -> Shape:
 
 def _check(shape: Shape, max_values: int) -> None:
     if shape.values > max_values:
-        raise ApiError(400, f"the body has at least {shape.values} JSON values; at most {max_values} are taken "
+        raise ApiError(400, f"the body has at least {shape.values} JSON values; at most {max_values} are allowed "
                             f"(--max-json-values)", code="too_many_values")
     for found, kind, share in ((shape.containers, "objects and arrays", VALUES_PER_CONTAINER),
                                (shape.fields, "fields", VALUES_PER_FIELD)):
         limit = max(1, max_values // share)
         if found > limit:
-            raise ApiError(400, f"the body has at least {found} {kind}; at most {limit} are taken (1/{share} of "
+            raise ApiError(400, f"the body has at least {found} {kind}; at most {limit} are allowed (1/{share} of "
                                 f"--max-json-values)", code="too_many_values")

@@ -43,31 +43,31 @@ def kv_coming(given: KvTransferParams | None) -> bool:
 
 def structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
     """Return the requested constraint, whichever field it was given in; None if there is none."""
-    asked: list[StructuredOutputs] = []
+    constraints: list[StructuredOutputs] = []
     if body.structured_outputs is not None:
         inner = body.structured_outputs
-        asked.append(StructuredOutputs(json=inner.json_, json_object=bool(inner.json_object), regex=inner.regex,
-                                       grammar=inner.grammar,
-                                       choice=None if inner.choice is None else tuple(inner.choice)))
+        constraints.append(StructuredOutputs(json=inner.json_, json_object=bool(inner.json_object), regex=inner.regex,
+                                             grammar=inner.grammar,
+                                             choice=None if inner.choice is None else tuple(inner.choice)))
     if body.guided_json is not None:
-        asked.append(StructuredOutputs(json=body.guided_json, sent_as="guided_json"))
+        constraints.append(StructuredOutputs(json=body.guided_json, sent_as="guided_json"))
     if body.guided_regex is not None:
-        asked.append(StructuredOutputs(regex=body.guided_regex, sent_as="guided_regex"))
+        constraints.append(StructuredOutputs(regex=body.guided_regex, sent_as="guided_regex"))
     if body.guided_choice is not None:
-        asked.append(StructuredOutputs(choice=tuple(body.guided_choice), sent_as="guided_choice"))
+        constraints.append(StructuredOutputs(choice=tuple(body.guided_choice), sent_as="guided_choice"))
     if body.guided_grammar is not None:
-        asked.append(StructuredOutputs(grammar=body.guided_grammar, sent_as="guided_grammar"))
+        constraints.append(StructuredOutputs(grammar=body.guided_grammar, sent_as="guided_grammar"))
     if isinstance(body.response_format, JsonObjectFormat):
-        asked.append(StructuredOutputs(json_object=True, sent_as="response_format"))
+        constraints.append(StructuredOutputs(json_object=True, sent_as="response_format"))
     elif isinstance(body.response_format, JsonSchemaFormat):
         schema = body.response_format.json_schema.schema_
         if schema is None:
             raise ApiError(400, "response_format of type json_schema needs json_schema.schema", "response_format")
-        asked.append(StructuredOutputs(json=schema, sent_as="response_format"))
-    if len(asked) > 1:
+        constraints.append(StructuredOutputs(json=schema, sent_as="response_format"))
+    if len(constraints) > 1:
         raise ApiError(400, "response_format, structured_outputs and the guided_ fields each constrain the output: "
                             "give one of them", "response_format")
-    return asked[0] if asked else None
+    return constraints[0] if constraints else None
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Context:
         return f"Shorten it, or start the server with a larger --max-model-len (this model supports {self.most})."
 
 
-def answer_room(context: Context, num_prompt: int, asked: int | None, default: int | None, name: str,
-                prompt: str) -> int:
+def resolve_max_tokens(context: Context, num_prompt: int, requested: int | None, default: int | None, name: str,
+                       prompt: str) -> int:
     """Return the maximum number of answer tokens; raise a 400 error with limit and size if they do not fit.
 
     `name` and `prompt` are the names of the request's fields for the answer's length and for the prompt.
@@ -95,10 +95,10 @@ def answer_room(context: Context, num_prompt: int, asked: int | None, default: i
     if room < 1:
         raise ApiError(400, f"This model's context holds {context.tokens} tokens, prompt and answer together, but the "
                             f"prompt alone has {num_prompt}. {context.advice}", prompt, "context_length_exceeded")
-    if asked is None:
+    if requested is None:
         return room if default is None else min(default, room)
-    if asked > room:
-        raise ApiError(400, f"This model's context holds {context.tokens} tokens, but {num_prompt + asked} were asked "
-                            f"for: {num_prompt} in the prompt and {asked} of answer ({name}). Lower {name} to at most "
-                            f"{room}, or shorten the prompt.", name, "context_length_exceeded")
-    return asked
+    if requested > room:
+        raise ApiError(400, f"This model's context holds {context.tokens} tokens, but {num_prompt + requested} were "
+                            f"asked for: {num_prompt} in the prompt and {requested} of answer ({name}). Lower {name} "
+                            f"to at most {room}, or shorten the prompt.", name, "context_length_exceeded")
+    return requested

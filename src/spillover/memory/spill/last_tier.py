@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 from spillover.memory.tiers.base import Ticket, Tier
 
 KNOWN_KEYS = 1 << 20  # maximum number of keys remembered
-ASKED_AT_ONCE = 512  # maximum number of keys of one lookup
+LOOKUP_KEYS = 512  # maximum number of keys of one lookup
 
 
-class Below:
+class LastTier:
     def __init__(self, tiers: Sequence[Tier], found: Callable[[bytes, bool], None]) -> None:
         """Track the last tier. `found` is called for each block looked up in it, with whether the tier has it."""
         self.tier = tiers[-1] if tiers else None
         self._found = found
         self._offered: OrderedDict[bytes, bool] = OrderedDict()  # key offered since its last use -> tier has it
-        self._doubted: OrderedDict[bytes, None] = OrderedDict()  # keys to look up
-        self._asking: tuple[list[bytes], Ticket[list[bool]]] | None = None
+        self._pending_keys: OrderedDict[bytes, None] = OrderedDict()  # keys to look up
+        self._lookup: tuple[list[bytes], Ticket[list[bool]]] | None = None
 
     def settled(self, key: bytes) -> bool:
         """Return whether the tier has the block, or was offered it since the block's last use."""
@@ -37,56 +37,56 @@ class Below:
         known = tier.has(key) if tier is not None else False
         return known if known is not None else tier is self.tier and self._offered.get(key, False)
 
-    def doubted(self, key: bytes) -> bool:
+    def lookup_pending(self, key: bytes) -> bool:
         """Return whether a lookup of the block is pending, so that its presence will soon be known."""
-        return key in self._doubted
+        return key in self._pending_keys
 
-    def answered(self, tier: Tier, key: bytes, there: bool) -> None:
+    def note_result(self, tier: Tier, key: bytes, present: bool) -> None:
         """Note the result of a lookup or load of the block in a tier: whether the block was there."""
-        if there:
-            self.offered(tier, key, True)
+        if present:
+            self.note_offer(tier, key, True)
         elif tier is self.tier:
             self._offered.pop(key, None)
 
-    def offered(self, tier: Tier, key: bytes, taken: bool) -> None:
+    def note_offer(self, tier: Tier, key: bytes, accepted: bool) -> None:
         if tier is self.tier:
-            self._doubted.pop(key, None)
-            self._offered[key] = taken
+            self._pending_keys.pop(key, None)
+            self._offered[key] = accepted
             if len(self._offered) > KNOWN_KEYS:
                 self._offered.popitem(last=False)
 
-    def used(self, key: bytes) -> None:
+    def note_use(self, key: bytes) -> None:
         """Forget what was known before this use of the block, and look it up again if the tier had it."""
         if self._offered.pop(key, False):
-            self.ask(key)
+            self.request_lookup(key)
 
-    def ask(self, key: bytes) -> None:
+    def request_lookup(self, key: bytes) -> None:
         if self.tier is not None and key not in self._offered and self.tier.has(key) is None:
-            self._doubted[key] = None
+            self._pending_keys[key] = None
 
     @property
     def busy(self) -> bool:
-        return bool(self._doubted)
+        return bool(self._pending_keys)
 
     def poll(self) -> None:
-        if self._asking is not None:
-            keys, ticket = self._asking
+        if self._lookup is not None:
+            keys, ticket = self._lookup
             if ticket.expired(time.monotonic()):
                 ticket.cancel()
             elif not ticket.done():
                 return
-            self._asking = None
-            there = ticket.result() or [False] * len(keys)
-            for key, found in zip(keys, there, strict=True):
-                if key in self._doubted:  # otherwise it was written since the lookup
-                    del self._doubted[key]
+            self._lookup = None
+            results = ticket.result() or [False] * len(keys)
+            for key, found in zip(keys, results, strict=True):
+                if key in self._pending_keys:  # otherwise it was written since the lookup
+                    del self._pending_keys[key]
                     if found:
                         self._offered[key] = True
                     self._found(key, found)
-        if self._doubted and self.tier is not None:
-            keys = [key for key, _ in zip(self._doubted, range(ASKED_AT_ONCE), strict=False)]
-            self._asking = (keys, self.tier.lookup(keys))
+        if self._pending_keys and self.tier is not None:
+            keys = [key for key, _ in zip(self._pending_keys, range(LOOKUP_KEYS), strict=False)]
+            self._lookup = (keys, self.tier.lookup(keys))
 
     def clear(self) -> None:
         self._offered.clear()
-        self._doubted.clear()
+        self._pending_keys.clear()
