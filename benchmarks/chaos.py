@@ -272,8 +272,7 @@ def report(options: argparse.Namespace, counts: Counts, faults: Faults, leaks: L
     result: dict[str, Any] = {
         "minutes": options.minutes, "seed": options.seed, "clients": options.clients, "deadline": options.deadline,
         "answers": counts.answers, "wrong": counts.wrong, "late": counts.late, "left": counts.hang_ups,
-        "told": dict(
-counts.retries.most_common()), "slowest_seconds": round(counts.slowest, 1),
+        "told": dict(counts.retries.most_common()), "slowest_seconds": round(counts.slowest, 1),
         "faults": dict(faults.made.most_common()), "not_possible_here": sorted(faults.impossible),
         "memory_mb": leaks.memory, "problems": counts.problems,
     }
