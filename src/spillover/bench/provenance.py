@@ -27,8 +27,8 @@ def provenance(hardware: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with "-dirty" if tracked files differ from it; outside a checkout SPILLOVER_COMMIT,
-    which whoever copies the files may set, or None."""
+    """Return the checkout's commit, with "-dirty" if tracked files differ from it; outside a checkout, as in a copy of
+    its files, the value of SPILLOVER_COMMIT, or None."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
