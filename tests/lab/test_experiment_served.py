@@ -143,7 +143,7 @@ def test_the_command_stopped_and_run_again_ends_in_a_report(servers: tuple[MockS
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"num-promts": 3}, "num-prompts"),
     ({"request-rate": "fast"}, "request-rate is a number, or inf; got 'fast'"),
-    ({"max-concurrency": 0}, "max-concurrency is a whole number from 1 on; got '0'"),
+    ({"max-concurrency": 0}, "max-concurrency must be a whole number of at least 1; got '0'"),
     ({"backend": "openai-chats"}, "did you mean 'openai-chat'?"),
     ({"ramp-up-strategy": "steep"}, "linear or exponential"),
     ({"tokenizer": "folder"}, "that of the first server"),

@@ -70,7 +70,7 @@ def test_a_file_gives_flags_and_the_command_line_wins(tmp_path: Path, suffix: st
 @pytest.mark.parametrize(("text", "words"), [
     ('{"prot": 1}', "did you mean 'port'?"), ('{"port": [1]}', "one value"), ('{"port": true}', "not true or false"),
     ('{"enforce-eager": 1}', "true or false"), ("[1]", "flags and their values"), ("{", "cannot be read"),
-    ('{"disk": [{"a": 1}]}', "a list of them"), ('{"config": "other.json"}', "no flag"),
+    ('{"disk": [{"a": 1}]}', "a list of them"), ('{"config": "other.json"}', "not a flag"),
 ])
 def test_a_file_that_is_wrong_is_one_sentence(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "serve.json"

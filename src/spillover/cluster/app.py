@@ -61,7 +61,7 @@ class RouterApp:
         elif path.startswith(FORWARDED):
             await self._proxy.forward(scope, send, await _body(receive))
         elif path in ROUTED:
-            raise ApiError(405, f"{path} does not take {method}; it takes POST.")
+            raise ApiError(405, f"{path} does not accept {method}; use POST.")
         else:
             raise ApiError(404, f"There is no {method} {path} here: the router serves {', '.join(ROUTED)}, "
                                 f"{', '.join(FORWARDED[:3])}, /health, /metrics and /replicas.")

@@ -165,7 +165,7 @@ def test_a_server_of_somebody_else_is_measured_and_left_alone(tmp_path: Path) ->
 
 
 def test_nobody_at_the_address_is_a_result() -> None:
-    with pytest.raises(EngineFailed, match="nobody answers at http://127"):
+    with pytest.raises(EngineFailed, match="no server answers at http://127"):
         make_engine(EngineSpec("url", url="http://127.0.0.1:9", ready_seconds=0)).start()
 
 

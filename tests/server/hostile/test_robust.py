@@ -140,7 +140,7 @@ ABUSE: list[tuple[str, bytes, int, str]] = [
     ("/tokenize", b"{}", 400, "prompt"),
     ("/detokenize", b'{"tokens": [99999999]}', 400, "out of range"),
     ("/v1/nothing", b"{}", 404, "There is no"),
-    ("/health", b"{}", 405, "does not take POST"),
+    ("/health", b"{}", 405, "does not accept POST"),
 ]
 
 
