@@ -58,7 +58,7 @@ def test_a_load_that_stays_gets_what_it_needs_and_then_nothing_changes(world: Wo
     settled = world.sizes[-100:]
     assert len(set(settled)) == 1, settled
     assert all(world.scale.least <= size <= world.scale.most for size in world.sizes)
-    if load < world.scale.most:  # requests do not wait forever ...
+    if settled[-1] < world.scale.most:  # requests do not wait forever: the largest fleet may still catch up ...
         assert world.backlog <= world.scale.backlog_seconds * settled[-1] + 1e-6
     rest = settled[-1] - 1
     if rest >= world.scale.least and load <= 0.6 * rest and world.backlog == 0:
