@@ -59,7 +59,7 @@ def test_without_reuse_nobody_waits_longer_than_by_turns(seed: int, load: float,
     arrivals = [Arrival(time, tuple(next(names) for _ in range(draw.randint(*sizes))), output) for time in times]
     routed = simulate("predicted", arrivals, token_seconds=TOKEN, decode_seconds=TOKEN * 4)
     blind = simulate("round-robin", arrivals, token_seconds=TOKEN, decode_seconds=TOKEN * 4)
-    assert routed.mean <= blind.mean / 0.97  # taking turns is optimal for prompts of one size; 1.0225 at most was seen
+    assert routed.mean <= blind.mean / 0.98
     assert routed.finished <= blind.finished / 0.98
     assert routed.hits == 0
 
