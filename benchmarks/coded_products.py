@@ -109,7 +109,8 @@ def time_bf16(rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     for shape, (channels, inner) in SHAPES.items():
         copies = copies_of(channels * inner * 2)
         weights = [torch.randn(channels, inner, device="cuda").bfloat16() for _ in range(copies)]
-        ordered_gemm.prepare([(channels, inner, False)], torch.bfloat16, torch.device("cuda"), min(max(rows), 256))
+        most = min(max(rows), 256)
+        ordered_gemm.prepare([(channels, inner, False, False)], torch.bfloat16, torch.device("cuda"), most)
         for count in rows:
             x = torch.randn(count, inner, device="cuda").bfloat16()
 

@@ -129,6 +129,26 @@ def test_how_a_product_is_cut_makes_no_difference(cut: cuda.Cut | cuda.ManyCut) 
     assert torch.equal(coded_linear(x, tiles, form, cut=cut, stages=2), expected)
 
 
+@pytest.mark.parametrize(("kind", "rows", "cut"), [
+    ("HALF", 1, cuda.FEW_CUTS[0]), ("SUPER", 1, cuda.FEW_CUTS[0]), ("PAIR", 5, cuda.FEW_CUTS[0]),
+    ("HALF", 6, cuda.FEW_CUTS[1]), ("SUPER", 20, cuda.FEW_CUTS[3])], ids=str)
+def test_a_block_multiplies_several_tiles(kind: str, rows: int, cut: cuda.Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = 128 * 10  # five chunks, so that teams have different numbers of steps
+    codes = made(5, 112, inner, 128 if kind == "HALF" else 32, 4, kind, kind == "HALF")
+    form, x = codes.form(4), inputs(6, rows, inner)
+    tiles = pack(codes, form, False)
+
+    def product(blocks: int) -> Tensor:
+        monkeypatch.setattr(cuda, "_few_blocks", lambda *of: (2, min(blocks, of[4])))
+        return coded_linear(x, tiles, form, cut=cut)
+
+    expected = product(100)
+    assert_near(expected, x, weight(codes, 4))
+    for blocks in (1, 3):
+        assert torch.equal(product(blocks), expected), blocks
+    assert torch.equal(coded_linear(x[:1], tiles, form), expected[:1])  # one row, alone
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.sampled_from(FORMS), st.integers(1, 14), st.integers(1, 20), st.integers(17, 260),
        st.sampled_from(cuda.MANY_CUTS), st.integers(0, 3))

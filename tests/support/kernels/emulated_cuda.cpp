@@ -73,6 +73,8 @@ static inline void meet_cluster() {  // all that have not ended
     }
 }
 
+static inline void leave_cluster() { meet_cluster(); }
+
 static inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 static inline float __int_as_float(int v) { return __uint_as_float(v); }
 static inline unsigned __float_as_uint(float f) { unsigned v; memcpy(&v, &f, 4); return v; }
@@ -89,6 +91,13 @@ static inline unsigned __shfl_xor_sync(unsigned, unsigned v, int far) {
     unsigned found = sent[self() ^ far];
     warp_sync();
     return found;
+}
+static inline float __shfl_sync(unsigned, float v, int from) {
+    sent[self()] = __float_as_uint(v);
+    warp_sync();
+    unsigned found = sent[self() / 32 * 32 + from];
+    warp_sync();
+    return __uint_as_float(found);
 }
 static inline float __shfl_xor_sync(unsigned mask, float v, int far) {
     return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(v), far));
@@ -123,7 +132,9 @@ static inline unsigned bf16(float v) { unsigned b; memcpy(&b, &v, 4); return (b 
 static inline unsigned to_bf16x2(float a, float b) { return bf16(a) | bf16(b) << 16; }
 static inline unsigned hmul2(unsigned a, unsigned b) { return to_half2(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
 static inline unsigned hsub2(unsigned a, unsigned b) { return to_half2(half_of(a, 0) - half_of(b, 0), half_of(a, 1) - half_of(b, 1)); }
-static inline unsigned hadd2(unsigned a, unsigned b) { return to_half2(half_of(a, 0) + half_of(b, 0), half_of(a, 1) + half_of(b, 1)); }
+static inline unsigned fma_half2(unsigned a, unsigned b, unsigned c) {
+    return to_half2(fmaf(half_of(a, 0), half_of(b, 0), half_of(c, 0)), fmaf(half_of(a, 1), half_of(b, 1), half_of(c, 1)));
+}
 static inline unsigned and_or(unsigned a, unsigned b, unsigned c) { return (a & b) | c; }
 static inline unsigned kept(unsigned v) { return v; }
 static inline float* in_memory(float* p) { return p; }

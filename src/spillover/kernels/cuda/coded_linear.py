@@ -29,7 +29,7 @@ SCALES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT", torch.float32: "SINGL
 FEW = 16  # maximum number of rows that mma multiplies; wgmma multiplies more
 SUMS_ROWS = 128  # sums of x over groups are padded to a multiple of this many rows
 SHARED = 225 << 10  # bytes of shared memory that stages may take
-MOST_STAGES = 4  # maximum number of stages for few rows
+MOST_STAGES = 3  # maximum number of stages for few rows; with more, the next kernel finds no memory to begin early
 PACKED = 32 << 20  # number of codes that are packed at a time
 
 
@@ -212,12 +212,18 @@ class Cut(NamedTuple):
     def threads(self) -> int:
         return self.strips * self.teams * 32
 
+    @property
+    def resident(self) -> int:
+        """Return the number of blocks that a multiprocessor's registers allow."""
+        return 3 if self.tiles == 1 else 2
+
     def shared(self, form: TileForm, rows: int, stages: int) -> int:
         """Return the bytes of shared memory that a block takes."""
         x = -(-TURN * (min(rows, 8) if self.tiles == 1 else self.rows) * 256 // 1024) * 1024
         sums = form.groups * self.rows * 4 if form.offsets and self.tiles > 1 else 0
         tiles = TURN * (self.strips * form.tile_bytes + sums)
-        parts = CHUNKS * self.strips * self.tiles * 512 if self.teams > 1 else 0
+        buffers = 2 if self.tiles == 1 else 1  # of sums of chunks
+        parts = CHUNKS * self.strips * self.tiles * 512 * buffers if self.teams > 1 else 0
         return self.teams * stages * (x + tiles + 16) + parts
 
 
@@ -247,9 +253,11 @@ class ManyCut(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Return the bytes that hold sums of chunks: their total, or all but a block's last, which uses the memory of
-        stages."""
-        return self.slot * (1 if self.spread == 1 else CHUNKS // self.spread - 1)
+        """Return the bytes that hold sums of chunks: their total, unless registers hold it, or all but a block's last,
+        which uses the memory of stages."""
+        if self.spread == 1:
+            return 0 if self.tiles * self.channels < 32 else self.slot
+        return self.slot * (CHUNKS // self.spread - 1)
 
     @property
     def slot(self) -> int:
@@ -283,16 +291,14 @@ class ManyCut(NamedTuple):
         from the cache. With a single warpgroup, additions overlap with no products."""
         row_tiles, box = -(-rows // self.rows), min(rows, self.rows)
         tiles = row_tiles * -(-strips // self.strips)
-        tensor = self.channels * 8 * max(self.rows, 64) / 2
-        adds = form.groups * (4 * self.tiles * (2 if form.offsets else 1) + 16)
-        issue = self.channels * (110 if form.bits == 4 else 130) + max(self.channels, 1.8) * adds
-        copied = self.strips * form.tile_bytes / 18 / min(row_tiles, 2) + box * STEP * 2 / 64
-        step = max(tensor, issue, copied) + 0.3 * min(tensor, issue)
+        tensor = self.channels * 4 * max(self.rows, 52)
+        adds = form.groups * (5 * self.tiles * (2 if form.offsets else 1) + 8)
+        issue = self.channels * (5 if form.bits == 4 else 57) + max(self.channels, 2.5) * adds
+        copied = self.strips * form.tile_bytes / 97 / min(row_tiles, 2) + box * STEP * 2 / 59
+        step = max(tensor, issue, copied) + 0.37 * min(tensor, issue)
         own = min(steps, -(-steps // (CHUNKS * TURN)) * TURN * (CHUNKS // self.spread))
-        tile = own * step + 1500 + 8 * self.tiles * self.channels * 4
-        if self.spread > 1:
-            tile += 1500
-        return -(-tiles // self.at_once(processors)) * tile + 1500
+        tile = own * step + 8300 + 12 * self.tiles * self.channels + 400 * (self.spread > 1)
+        return -(-tiles // self.at_once(processors)) * tile + 700
 
 
 FEW_CUTS = (Cut(1, 1, 8), Cut(1, 2, 4), Cut(2, 2, 4), Cut(2, 4, 2))
@@ -361,8 +367,9 @@ def coded_linear(x: Tensor, tiles: Tensor, form: TileForm, bias: Tensor | None =
         found.launch("group_sums", -(-steps * (sums_row // 8) // 4), 128, product, 0, early)
     tile_count = -(-rows // cut.rows) * -(-tiles.shape[0] // cut.strips)
     if isinstance(cut, Cut):
-        product.stages = stages or _stages(cut, form, rows, chunk, tile_count, count)
-        found.launch(cut.kernel, tile_count, cut.threads, product, cut.shared(form, rows, product.stages), early)
+        product.stages, blocks = _few_blocks(cut, form, rows, chunk, tile_count, count)
+        product.stages = stages or product.stages
+        found.launch(cut.kernel, blocks, cut.threads, product, cut.shared(form, rows, product.stages), early)
         return out
     product.stages, product.spread = stages or cut.stages(form), cut.spread
     blocks = min(tile_count, count) if cut.spread == 1 else tile_count * cut.spread
@@ -390,12 +397,16 @@ def embedding_lookup(ids: Tensor, tiles: Tensor, form: TileForm, dtype: torch.dt
 
 
 @cache
-def _stages(cut: Cut, form: TileForm, rows: int, chunk: int, blocks: int, processors: int) -> int:
-    """Return the most stages, up to MOST_STAGES and a team's turns, with which all blocks run at once; at least 2."""
-    for stages in range(min(MOST_STAGES, chunk // TURN * (CHUNKS // cut.teams)), 2, -1):
-        if SHARED // cut.shared(form, rows, stages) * processors >= blocks:
-            return stages
-    return 2
+def _few_blocks(cut: Cut, form: TileForm, rows: int, chunk: int, tiles: int, processors: int) -> tuple[int, int]:
+    """Return stages and blocks: the most stages, up to MOST_STAGES and a team's turns, with which all tiles are
+    multiplied at the same time; else 2, and as many blocks as run at once."""
+    turns = chunk // TURN * (CHUNKS // cut.teams)
+    stages = at_once = 0
+    for stages in range(max(2, min(MOST_STAGES, turns)), 1, -1):
+        at_once = processors * min(cut.resident, SHARED // cut.shared(form, rows, stages))
+        if at_once >= tiles:
+            break
+    return stages, min(tiles, at_once)
 
 
 def serves(capability: tuple[int, int], dtype: torch.dtype) -> bool:

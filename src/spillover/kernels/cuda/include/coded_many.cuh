@@ -1,7 +1,8 @@
 // Products of more than a few rows with weights in codes, by wgmma: a part of coded_linear.cu.
 //
 // Work is the state of a warpgroup: 64 channels (16 per warp) by 8 NT rows. Left operands are made of codes, in
-// registers and up to MADE at a time, while others are multiplied. While a warpgroup adds sums, the others multiply.
+// registers and up to MADE at a time, while those made before are multiplied. While a warpgroup adds sums, the others
+// multiply.
 constexpr int EACH = 8 / GROUPS;  // operands per group
 template <int NT, int MADE>
 struct Work {
@@ -9,10 +10,10 @@ struct Work {
     float acc[NT][4], dot[NT][4];
     u32 a[2][AT_ONCE][4];
     uint4 codes[VECTORS];
-    Group numbers, before;  // numbers of the current group, and of the one whose sums are to be added
-    // Makes operands of a step from the k-th on. Waits until those made two parts ago have been used.
+    Factors factors;
+    Group numbers;
+    // Makes operands of a step from the k-th on.
     __device__ __forceinline__ void make(int at, int k) {
-        wgmma_wait<1>();
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
             operand(a[at][j], codes, k + j, numbers);
@@ -31,12 +32,12 @@ struct Work {
         wgmma_commit();
     }
     // Adds the products of a group to its chunk. `sums`: the sums of x over the group.
-    __device__ __forceinline__ void add(const float* sums) {
+    __device__ __forceinline__ void add(const Group& group, const float* sums) {
 #pragma unroll
         for (int n = 0; n < NT; n++) {
             float2 s = make_float2(0, 0);
             if (OFFSETS) s = *(const float2*)(sums + n * 8 + (threadIdx.x & 3) * 2);
-            add_group(acc[n], dot[n], before, s);
+            add_group(acc[n], dot[n], group, s);
         }
     }
     __device__ __forceinline__ void clear() {
@@ -46,25 +47,25 @@ struct Work {
             for (int e = 0; e < 4; e++) acc[n][e] = 0;
     }
 };
-// Multiplies the warp's tile of a step with x, two boxes of 64 columns, and adds the sums of its groups. `next` reads
-// the codes of the next step while the last products are in flight.
+// Multiplies the warp's tile of a step with x, two boxes of 64 columns, and adds the sums of its groups. The step's
+// first operands have been made; `next` reads the codes of the next step, whose first operands are made here.
 template <int NT, int MADE, class Next>
 DEV void multiply_step(Work<NT, MADE>& w, const u8* tile, u32 x, const float* sums, Next next) {
-    constexpr int AT_ONCE = Work<NT, MADE>::AT_ONCE, PARTS = Work<NT, MADE>::PARTS;
+    constexpr int AT_ONCE = Work<NT, MADE>::AT_ONCE, PARTS = Work<NT, MADE>::PARTS, UNITS = GROUPS * PARTS;
+    static_assert(UNITS % 2 == 0, "operands are made in two places, in turns");
 #pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
-        if (group > 0) w.numbers = read_group(tile, group, (threadIdx.x & 31) / 4);
-#pragma unroll
-        for (int part = 0; part < PARTS; part++) {
-            const int at = (group * PARTS + part) & 1, k = group * EACH + part * AT_ONCE;
-            w.make(at, k);
-            w.multiply(at, k, x);
-        }
-        w.before = w.numbers;
-        if (group == GROUPS - 1) next();
+    for (int unit = 0; unit < UNITS; unit++) {
+        const int group = unit / PARTS;
+        const Group numbers = w.numbers;
+        w.multiply(unit & 1, unit * AT_ONCE, x);
+        if (unit == UNITS - 1) next();
+        else if (unit % PARTS == PARTS - 1) w.numbers = read_group(tile, w.factors, group + 1, (threadIdx.x & 31) / 4);
+        wgmma_wait<1>();  // the operands of the last unit have been used
+        w.make(~unit & 1, (unit + 1) % UNITS * AT_ONCE);
+        if (unit % PARTS < PARTS - 1) continue;
         wgmma_wait<0>();
         wgmma_settle<NT>(w.dot);
-        w.add(sums + group * (NT * 8));
+        w.add(numbers, sums + group * (NT * 8));
     }
 }
 struct Place { int row, strip; };
@@ -77,11 +78,12 @@ DEV Place place(int tile, int row_tiles, int strip_tiles) {
 }
 
 // A block multiplies tiles of 8 NT rows by 64 WC channels one after another; with `spread` > 1 a cluster of blocks
-// multiplies one tile, each block some chunks. One warp copies several stages ahead; WC warpgroups multiply. Sums of
-// chunks are kept in shared memory before the stages: their total, or with `spread` > 1 all but a block's last, which
-// overwrites stages.
+// multiplies one tile, each block some chunks. One warpgroup copies several stages ahead; WC warpgroups multiply. The
+// total of chunks is kept in registers where they suffice (TOTALS). Otherwise sums of chunks are kept in shared memory
+// before the stages: their total, or with `spread` > 1 all but a block's last, which overwrites stages.
 template <int NT, int WC>
 DEV void many_rows(const Product& p, u8* room) {
+    constexpr bool TOTALS = NT * WC < 32;
     constexpr int MADE = WC == 4 ? 2 : 4;  // operands made at once, as many as registers allow
     constexpr int ROWS = NT * 8, STRIPS = WC * 4, CONSUMERS = WC * 128, SLOT = NT * CONSUMERS * 16;
     constexpr int X_BYTES = ROWS * STEP * 2, TILES = STRIPS * TILE, SUMS = OFFSETS ? GROUPS * ROWS * 4 : 0;
@@ -93,7 +95,7 @@ DEV void many_rows(const Product& p, u8* room) {
     int strips = p.channels / 16, row_tiles = (p.rows + ROWS - 1) / ROWS, strip_tiles = (strips + STRIPS - 1) / STRIPS;
     int tiles = row_tiles * strip_tiles, from_tile = blockIdx.x / spread, stride = gridDim.x / spread, rank = blockIdx.x % spread;
     int begin = rank * own * p.chunk, steps = max(0, min(own * p.chunk, p.steps - begin));
-    u32 memory = shared_address(room), ring = memory + (spread == 1 ? 1 : own - 1) * SLOT;
+    u32 memory = shared_address(room), ring = memory + (spread == 1 ? !TOTALS : own - 1) * SLOT;
     u32 full = ring + stages * STAGE, empty = full + stages * 8;
     if (threadIdx.x == 0) {
 #pragma unroll 1
@@ -106,75 +108,91 @@ DEV void many_rows(const Product& p, u8* room) {
     u32 phase = 0;
     if (warp >= STRIPS) {
         if (WC > 1) give_registers<FEW>();
-        if (warp == STRIPS) {  // one lane per strip; the first lane also waits and copies x
-            i64 strip_bytes = (i64)p.steps * TILE;
-            auto bring_tiles = [&](int to_stage, int strip, int i) {
-                u32 to = ring + to_stage * STAGE + X_BYTES + lane * TILE, barrier = full + to_stage * 8;
-                if (lane == 0) expect(barrier, X_BYTES + TILES + SUMS);
-                __syncwarp();
-                if (lane < STRIPS) copy_range(to, p.tiles + min(strip + lane, strips - 1) * strip_bytes + (i64)(begin + i) * TILE, TILE, barrier);
-            };
-            int ahead = min(steps, stages);  // stages copied before the kernel that computes x has completed
+        // Each warp copies a quarter of the tiles, as a warp starts its lanes' copies one after another; one lane also
+        // waits for and copies x.
+        bool first = warp == STRIPS && lane == 0;
+        int mine = (warp - STRIPS) * WC + lane;
+        i64 strip_bytes = (i64)p.steps * TILE;
+        auto bring_tiles = [&](int to_stage, int strip, int i) {
+            u32 to = ring + to_stage * STAGE + X_BYTES + mine * TILE, barrier = full + to_stage * 8;
+            if (first) expect(barrier, X_BYTES + TILES + SUMS);
+            if (lane < WC) copy_range(to, p.tiles + min(strip + mine, strips - 1) * strip_bytes + (i64)(begin + i) * TILE, TILE, barrier);
+        };
+        int ahead = min(steps, stages);  // stages copied before the kernel that computes x has completed
 #pragma unroll 1
-            for (int i = 0; i < ahead; i++) bring_tiles(i, place<NT, STRIPS>(from_tile, row_tiles, strip_tiles).strip, i);
-            wait_before();
+        for (int i = 0; i < ahead; i++) bring_tiles(i, place<NT, STRIPS>(from_tile, row_tiles, strip_tiles).strip, i);
+        if (warp == STRIPS) wait_before();
 #pragma unroll 1
-            for (int tile = from_tile; tile < tiles; tile += stride) {
-                Place at = place<NT, STRIPS>(tile, row_tiles, strip_tiles);
+        for (int tile = from_tile; tile < tiles; tile += stride) {
+            Place at = place<NT, STRIPS>(tile, row_tiles, strip_tiles);
 #pragma unroll 1
-                for (int i = 0; i < steps; i++) {
-                    if (tile > from_tile || i >= ahead) {
-                        await(empty + stage * 8, phase ^ 1);
-                        bring_tiles(stage, at.strip, i);
-                    }
-                    u32 to = ring + stage * STAGE;
-                    if (lane == 0) copy_box(to, p.map, at.row, (begin + i) * 2, full + stage * 8);
-                    if (OFFSETS && lane == 0)
-                        for (int g = 0; g < GROUPS; g++)
-                            copy_range(to + X_BYTES + TILES + g * ROWS * 4,
-                                       p.sums + (i64)((begin + i) * GROUPS + g) * p.sums_row + at.row, ROWS * 4, full + stage * 8);
-                    if (++stage == stages) stage = 0, phase ^= 1;
+            for (int i = 0; i < steps; i++) {
+                if (tile > from_tile || i >= ahead) {
+                    await(empty + stage * 8, phase ^ 1);
+                    bring_tiles(stage, at.strip, i);
                 }
+                u32 to = ring + stage * STAGE;
+                if (first) copy_box(to, p.map, at.row, (begin + i) * 2, full + stage * 8);
+                if (OFFSETS && first)
+                    for (int g = 0; g < GROUPS; g++)
+                        copy_range(to + X_BYTES + TILES + g * ROWS * 4,
+                                   p.sums + (i64)((begin + i) * GROUPS + g) * p.sums_row + at.row, ROWS * 4, full + stage * 8);
+                if (++stage == stages) stage = 0, phase ^= 1;
             }
         }
         return;
     }
     if (WC > 1) take_registers<MANY>();
     float4* slots = (float4*)room + threadIdx.x;
+    u32 own_codes = kept(ring + X_BYTES + warp * TILE + lane * 16), own_numbers = kept(ring + X_BYTES + warp * TILE - memory);
     int chunks = (p.steps + p.chunk - 1) / p.chunk;
 #pragma unroll 1
     for (int tile = from_tile; tile < tiles; tile += stride) {
         Work<NT, MADE> w;
         w.clear();
         int left = p.chunk, chunk = 0, last = 0;
+        float4 total[TOTALS ? NT : 1] = {};
         auto own_sum = [&](int n) { return make_float4(w.acc[n][0], w.acc[n][1], w.acc[n][2], w.acc[n][3]); };
-        auto total = [&](int n) {  // including the earlier chunks
-            float4 t = chunk > 0 ? slots[n * CONSUMERS] : make_float4(0, 0, 0, 0);
-            return make_float4(t.x + w.acc[n][0], t.y + w.acc[n][1], t.z + w.acc[n][2], t.w + w.acc[n][3]);
+        auto plus = [](float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); };
+        // Adds the sum of a chunk to the total of those before, which is read from memory all at once.
+        auto end_chunk = [&]() {
+            if (TOTALS) {
+#pragma unroll
+                for (int n = 0; n < NT; n++) total[TOTALS ? n : 0] = plus(total[TOTALS ? n : 0], own_sum(n));
+                return;
+            }
+            float4 before[NT] = {};
+            if (chunk > 0)
+#pragma unroll
+                for (int n = 0; n < NT; n++) before[n] = slots[n * CONSUMERS];
+#pragma unroll
+            for (int n = 0; n < NT; n++) slots[n * CONSUMERS] = plus(before[n], own_sum(n));
         };
         auto begin_step = [&](bool there) {
             if (there) await(full + stage * 8, phase);
-            u32 at = ring + stage * STAGE + X_BYTES + warp * TILE;
-            read_codes(w.codes, at);
-            w.numbers = read_group(room + (at - memory), 0, lane / 4);
+            const u8* tile = room + own_numbers + stage * STAGE;
+            read_codes(w.codes, own_codes + stage * STAGE);
+            w.factors = read_factors(tile, lane / 4);
+            w.numbers = read_group(tile, w.factors, 0, lane / 4);
         };
         auto ended = [&]() {  // called after each step except for the last
             __syncwarp();
             if (lane == 0) arrive(empty + last * 8);
             if (--left > 0) return;
+            if (spread == 1) end_chunk();
+            else
 #pragma unroll
-            for (int n = 0; n < NT; n++)
-                slots[(spread == 1 ? n : chunk * NT + n) * CONSUMERS] = spread == 1 ? total(n) : own_sum(n);
+                for (int n = 0; n < NT; n++) slots[(chunk * NT + n) * CONSUMERS] = own_sum(n);
             w.clear();
             left = p.chunk, chunk++;
         };
         begin_step(steps > 0);
+        w.make(0, 0);
 #pragma unroll 1
         for (int i = 0; i < steps; i++) {
-            u32 x = ring + stage * STAGE, numbers = x + X_BYTES;
-            const u8* codes = room + (numbers - memory);
+            const u8* tile = room + own_numbers + stage * STAGE;
             last = stage;
-            multiply_step(w, codes + warp * TILE, x, (const float*)(codes + TILES), [&] {
+            multiply_step(w, tile, ring + stage * STAGE, (const float*)(tile + TILES - warp * TILE), [&] {
                 if (++stage == stages) stage = 0, phase ^= 1;
                 begin_step(i + 1 < steps);
             });
@@ -187,14 +205,17 @@ DEV void many_rows(const Product& p, u8* room) {
         Place at = place<NT, STRIPS>(tile, row_tiles, strip_tiles);
         bool there = at.strip + warp < strips;
         if (spread == 1) {
-#pragma unroll
-            for (int n = 0; n < NT; n++) slots[n * CONSUMERS] = total(n);
-#pragma unroll 1
-            for (int n = 0; n < NT && there; n++) {  // from memory, which compiles faster than registers
-                float4 t = slots[n * CONSUMERS];
+            end_chunk();
+            auto store = [&](int n, float4 t) {
                 float c[4] = {t.x, t.y, t.z, t.w};
-                store_sums(p, c, at.strip + warp, at.row + n * 8);
-            }
+                if (there) store_sums(p, c, at.strip + warp, at.row + n * 8);
+            };
+            if (TOTALS)
+#pragma unroll
+                for (int n = 0; n < NT; n++) store(n, total[TOTALS ? n : 0]);
+            else
+#pragma unroll 1
+                for (int n = 0; n < NT; n++) store(n, slots[n * CONSUMERS]);
             continue;
         }
         sync_first<CONSUMERS>();  // stages are no longer read
@@ -203,18 +224,23 @@ DEV void many_rows(const Product& p, u8* room) {
             for (int n = 0; n < NT; n++)
                 slots[(chunk * NT + n) * CONSUMERS] = own_sum(n);
         meet_cluster();
-#pragma unroll 1
+        const int own_log = spread == 2 ? 2 : spread == 4 ? 1 : 0;
+#pragma unroll 2
         for (int n = rank; n < NT; n += spread) {
+            float4 part[CHUNKS];
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {  // all are on their way before the first one is added
+                int from = min(c, chunks - 1), at_slot = ((from & own - 1) * NT + n) * CONSUMERS;
+                if (from >> own_log == rank) part[c] = slots[at_slot];
+                else part[c] = fetch(memory + (at_slot + threadIdx.x) * 16, from >> own_log);
+            }
             float sum[4] = {};
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++)
-                if (c < chunks) {
-                    float4 part = fetch(memory + ((c % own * NT + n) * CONSUMERS + threadIdx.x) * 16, c / own);
-                    sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
-                }
+                if (c < chunks) sum[0] += part[c].x, sum[1] += part[c].y, sum[2] += part[c].z, sum[3] += part[c].w;
             if (there) store_sums(p, sum, at.strip + warp, at.row + n * 8);
         }
-        meet_cluster();  // keeps shared memory valid until other blocks have read it
+        leave_cluster();  // keeps shared memory valid until other blocks have read it
     }
 }
 #define MANY(NT, WC) \

@@ -58,7 +58,7 @@ DEV u32 load_shared_word(u32 at) { u32 v; asm volatile("ld.shared.u32 %0, [%1];"
 DEV u32 load_shared_byte(u32 at) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at) : "memory"); return v; }
 DEV u32 hmul2(u32 a, u32 b) { u32 d; asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEV u32 hsub2(u32 a, u32 b) { u32 d; asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-DEV u32 hadd2(u32 a, u32 b) { u32 d; asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEV u32 fma_half2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 // Converts four e4m3 codes to float16: `low` is the first two, `high` the last two.
 DEV void halves_of_fp8(u32& low, u32& high, u32 v) {
@@ -137,6 +137,8 @@ DEV void copy_groups(u32 to, const Map& map, int column, int group, u32 barrier)
 }
 // Clusters of blocks: a barrier of all threads that have not exited, and a read of another block's shared memory.
 DEV void meet_cluster() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
+// The same barrier, without making what was written visible to other blocks.
+DEV void leave_cluster() { asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory"); }
 DEV float4 fetch(u32 at, int block) {
     float4 v;
     asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
