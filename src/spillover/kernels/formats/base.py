@@ -86,6 +86,7 @@ class WeightFormat(ABC):
     experts_only: bool = False  # whether checkpoints quantise experts only; other linears are dense
     keeps_linears: bool = True  # False: only experts stay in codes; other linears are dequantised at loading
     loads_stacks: bool = False  # whether `load` reads stacks [experts, ...] that are one tensor in the checkpoint
+    begins_early: bool = False  # whether CUDA products begin before the previous kernel has completed
     native_codes: bool | None = None  # True: panels of codes for native/block.cpp; False: of float32; None: neither
 
     def __eq__(self, other: object) -> bool:
@@ -172,9 +173,11 @@ class WeightFormat(ABC):
                         bias: Tensor | None = None, gated: bool = False) -> tuple[Tensor, Tensor]:
         """Add, norm and multiply, x and residual [T, in] -> (product of rms_norm(x + residual), x + residual), for a
         CUDA device; `gated`: as `linear_silu`."""
-        from spillover.kernels.triton.norm import add_rms_norm
+        from spillover.kernels.triton.norm import add_rms_norm, early_if_gated
 
-        x, residual = add_rms_norm(x, residual, norm, eps, begin_early=not gated or x.shape[0] == 1)
+        rows, width = x.shape
+        early = not gated or (early_if_gated(rows, width) if self.begins_early else rows == 1)
+        x, residual = add_rms_norm(x, residual, norm, eps, begin_early=early)
         return (self.linear_silu if gated else self.linear)(x, w, bias), residual
 
     def embedding(self, ids: Tensor, w: Linear, dtype: torch.dtype = torch.float32) -> Tensor:

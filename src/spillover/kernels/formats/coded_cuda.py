@@ -38,6 +38,8 @@ class Tiles(WeightFormat):
     """Tiles uint8 [N / STRIP, K / STEP, bytes] for each part of a linear, in the order of rows. A row has the same bits
     whatever the other rows."""
 
+    begins_early = True
+
     @abstractmethod
     def parts(self, shape: LinearShape) -> tuple[Part, ...]:
         """Return the parts of a linear."""

@@ -25,6 +25,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
     return normed, total
 
 
+def early_if_gated(rows: int, width: int) -> bool:
+    """Return whether the norm before a gated product should begin early, if the product does: measured on an H200 with
+    the layers of Qwen3-0.6B, Qwen3-14B and Llama-3.1-8B, in bfloat16 and, of the last, in codes."""
+    return rows <= 128 or width <= 2048
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise x [T, D] -> [T, D]; its rows may have any stride."""
     rows, width = x.shape

@@ -25,7 +25,7 @@ from spillover.kernels.cuda import ordered_gemm
 from spillover.kernels.extents import WIDE_CHANNELS, product_chunks
 from spillover.kernels.triton.activation import silu_and_mul
 from spillover.kernels.triton.launch import NO_FUSION, pdl_options
-from spillover.kernels.triton.norm import add_rms_norm, pairwise_sum, scaled
+from spillover.kernels.triton.norm import add_rms_norm, early_if_gated, pairwise_sum, scaled
 
 FEW = 16  # maximum number of rows for `_few_rows`
 AHEAD_ROWS = 8  # maximum number of rows of a product whose programs prefetch all of their weights
@@ -114,7 +114,7 @@ def add_norm_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, w: Te
         total = torch.empty_like(residual)
         _launch_ahead(x, w, bias, out, gated, width, residual, norm, total, eps)
         return out, total
-    x, residual = add_rms_norm(x, residual, norm, eps, begin_early=not gated or rows == 1)
+    x, residual = add_rms_norm(x, residual, norm, eps, begin_early=not gated or early_if_gated(rows, inner))
     return (ordered_linear_silu if gated else ordered_linear)(x, w, bias), residual
 
 
