@@ -42,8 +42,8 @@ class Share:
 SHARES: dict[tuple[str, str], Share] = {
     ("cuda", "numbers"): Share(0.85, 0.81, "Llama-3.1-8B in bfloat16 on an H200 (w3-llama-3.1-8b.json, "
                                            "prefill-llama-3.1-8b.json)"),
-    ("cuda", "int4"): Share(0.56, 0.66, "Llama-3.1-8B in int4 on an H200 (quantized-models.json)"),
-    ("cuda", "fp8"): Share(0.74, 0.51, "Llama-3.1-8B in FP8 blocks on an H200 (quantized-models.json)"),
+    ("cuda", "int4"): Share(0.62, 0.75, "Llama-3.1-8B in int4 on an H200 (quantized-models.json)"),
+    ("cuda", "fp8"): Share(0.74, 0.53, "Llama-3.1-8B in FP8 blocks on an H200 (quantized-models.json)"),
     ("cpu", "numbers"): Share(0.73, 0.82, "SmolLM2-135M in float32 on two Xeon cores (docs/benchmarks.md)"),
     ("cpu", "Q4_1"): Share(0.73, None, "SmolLM2-135M in Q4_1 on two Xeon cores (latency.json)"),
 }
