@@ -11,7 +11,7 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
 GPU_WORKERS ?= 4  # of test-gpu, each with less than 5 GB of the device
-TOLD := -rs --durations=25  # what was skipped, and why; which tests took longest
+REPORT := -rs --durations=25  # what was skipped, and why; which tests took longest
 
 .PHONY: help demo test test-gpu test-clients test-cluster test-wheel test-oldest soak chaos attack bench tables browser valkey cross venv lock wheel clean
 
@@ -41,11 +41,11 @@ test: venv browser valkey cross
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	-$(BIN)/python tests/clients/install.py lm_eval
-	$(BIN)/pytest $(TOLD) -n auto --dist loadfile -m "not gpu and not clients and not cluster and not wheel and not alone"
-	$(BIN)/pytest $(TOLD) -m "alone and not gpu and not clients"
+	$(BIN)/pytest $(REPORT) -n auto --dist loadfile -m "not gpu and not clients and not cluster and not wheel and not alone"
+	$(BIN)/pytest $(REPORT) -m "alone and not gpu and not clients"
 
 test-gpu: venv
-	$(BIN)/pytest $(TOLD) -n $(GPU_WORKERS) -m gpu --results-to benchmarks/results/test-gpu.json
+	$(BIN)/pytest $(REPORT) -n $(GPU_WORKERS) -m gpu --results-to benchmarks/results/test-gpu.json
 
 test-clients: venv
 	$(BIN)/python tests/clients/install.py
