@@ -95,3 +95,34 @@ def test_pages_come_when_they_are_touched_and_go_with_their_bytes_kept() -> None
     assert memory.faults == loaded + touched  # prefetched chunks cause no page fault
     memory.to_host(chunks)
     assert memory.faults == loaded + touched
+
+
+class Later:
+    """Does the work of a thread when it is waited for, in the order in which it was submitted."""
+
+    def __init__(self) -> None:
+        self._queued: list[Callable[[], None]] = []
+
+    def submit(self, work: Callable[[], None], nbytes: int, priority: Priority) -> int:
+        self._queued.append(work)
+        return len(self._queued)
+
+    def wait(self, ticket: int) -> None:
+        for index in range(ticket):
+            self._queued[index]()
+            self._queued[index] = lambda: None
+
+
+def test_pages_that_are_needed_now_wait_for_the_evictions_that_make_room_for_them() -> None:
+    memory = EmulatedMemory(Later())
+    buffer = memory.allocate(3 * FAULT_AROUND)
+    start = address_of(buffer)
+    first, second, third = (Pages(start + index * FAULT_AROUND, FAULT_AROUND) for index in range(3))
+    memory.to_device([first])
+    memory.to_host([first], ahead=True)
+    memory.to_device([second], ahead=True)
+    assert [memory.mapped(each) > 0 for each in (first, second, third)] == [True, False, False]
+    memory.to_device([third])
+    assert [memory.mapped(each) > 0 for each in (first, second, third)] == [False, False, True]
+    memory.wait()
+    assert [memory.mapped(each) > 0 for each in (first, second, third)] == [False, True, True]

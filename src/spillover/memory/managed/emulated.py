@@ -45,6 +45,7 @@ class EmulatedMemory:
         self._evicted = 0  # number of mapped pages that were sent back
         self._populated = 0  # number of pages that populating mapped
         self._tickets: list[Any] = []
+        self._leaving: list[Any] = []  # those of evictions
         self._counting = threading.Lock()  # pages and their counts change together
         try:
             self._map: int | None = os.open("/proc/self/pagemap", os.O_RDONLY)
@@ -68,10 +69,16 @@ class EmulatedMemory:
         return memory
 
     def to_device(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+        if not ahead:  # the room for these pages may be that of pages which are still to be evicted
+            for ticket in self._leaving:
+                self._copier.wait(ticket)
+            self._leaving.clear()
         self._do(self._populate, pages, ahead)
 
     def to_host(self, pages: Sequence[Pages], ahead: bool = False) -> None:
         self._do(self._evict, pages, ahead)
+        if ahead:
+            self._leaving.append(self._tickets[-1])
 
     def begin_prefetch(self) -> None:
         """Do nothing: all earlier launches have completed."""
@@ -80,6 +87,7 @@ class EmulatedMemory:
         for ticket in self._tickets:
             self._copier.wait(ticket)
         self._tickets.clear()
+        self._leaving.clear()
 
     def advise(self, pages: Sequence[Pages], advised: bool) -> None:
         """Do nothing: pages are never written back in the emulation."""
