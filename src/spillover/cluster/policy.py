@@ -24,7 +24,7 @@ class Candidate(NamedTuple):
     in_flight: int  # requests that were sent there and have not finished
     sent_tokens: float  # prompt tokens computed there so far for this router
     device_use: float = 0.0
-    session: bool = False  # whether the session's last request went there
+    session: bool = False  # whether the previous request of the same conversation went there
 
 
 class RequestFacts(NamedTuple):

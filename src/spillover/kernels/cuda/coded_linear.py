@@ -214,7 +214,7 @@ class Cut(NamedTuple):
 
     @property
     def resident(self) -> int:
-        """Return the number of blocks that a multiprocessor's registers allow."""
+        """Return the number of blocks that a multiprocessor's registers allow: BLOCKS of FEW in coded_linear.cu."""
         return 3 if self.tiles == 1 else 2
 
     def shared(self, form: TileForm, rows: int, stages: int) -> int:
@@ -255,7 +255,7 @@ class ManyCut(NamedTuple):
     def slots(self) -> int:
         """Return the bytes that hold sums of chunks: their total, unless registers hold it, or all but a block's last,
         which uses the memory of stages."""
-        if self.spread == 1:
+        if self.spread == 1:  # TOTALS in coded_many.cuh
             return 0 if self.tiles * self.channels < 32 else self.slot
         return self.slot * (CHUNKS // self.spread - 1)
 
