@@ -103,13 +103,14 @@ class OnTheHost(CudaManagedMemory):
 
 @pytest.fixture(autouse=True)
 def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None, synchronize=lambda: None)
+    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None, wait_event=lambda event: None,
+                             synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
 def managed(driver: MadeUpDriver, reserved: int = 0, oversubscribe: bool = False) -> OnTheHost:
-    stream = SimpleNamespace(cuda_stream=1, wait_stream=lambda other: None)
+    stream = SimpleNamespace(cuda_stream=1, wait_stream=lambda other: None, record_event=lambda: None)
     transfers = SimpleNamespace(device=torch.device("cpu"), stream=lambda priority: stream,
                                 queue=SimpleNamespace(count=lambda priority, nbytes: None))
     return OnTheHost(cast(CudaTransfers, transfers), reserved, oversubscribe, cast(CudaDriver, driver))
@@ -153,6 +154,31 @@ def test_memory_begins_at_a_block_of_the_driver() -> None:
     assert buffer.__cuda_array_interface__["data"] == (buffer.address, False)
     del buffer
     assert not driver.memory
+
+
+def test_pages_that_are_needed_now_wait_for_the_evictions_that_make_room_for_them(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    driver = MadeUpDriver(1 << 30)
+    monkeypatch.setattr(driver, "prefetch", lambda address, nbytes, device, stream: calls.append(
+        ("evict" if device is None else "fetch", stream)))
+    current = SimpleNamespace(cuda_stream=0, wait_event=lambda event: calls.append(("wait", event)),
+                              wait_stream=lambda other: calls.append(("wait for all", 0)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    ahead = SimpleNamespace(cuda_stream=1, record_event=lambda: len(calls))
+    memory = managed(driver)
+    monkeypatch.setattr(memory._transfers, "stream", lambda priority: ahead)
+    page = [Pages(0, FAULT_AROUND)]
+    memory.to_host(page, ahead=True)
+    memory.to_device(page, ahead=True)
+    memory.to_device(page)
+    memory.to_device(page)
+    assert calls == [("evict", 1), ("fetch", 1), ("wait", 1), ("fetch", 0), ("fetch", 0)]
+    calls.clear()
+    memory.to_host(page, ahead=True)
+    memory.wait()
+    memory.to_device(page)
+    assert calls == [("evict", 1), ("wait for all", 0), ("fetch", 0)]
 
 
 def test_a_device_whose_pages_do_not_move_is_refused() -> None:

@@ -58,6 +58,7 @@ class CudaManagedMemory:
         self._oversubscribe = oversubscribe
         self._total = 0
         self._advised = False
+        self._evicted: torch.cuda.Event | None = None  # the last eviction ahead of need
 
     def allocate(self, nbytes: int) -> ManagedBuffer:
         self._driver.set_context(self._context)
@@ -79,19 +80,25 @@ class CudaManagedMemory:
         return ManagedBuffer(self._driver, self._context, address, nbytes)
 
     def to_device(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+        if not ahead and self._evicted is not None:  # the room for these pages may be that of evicted ones
+            torch.cuda.current_stream().wait_event(self._evicted)
+            self._evicted = None
         self._prefetch(pages, self._device, ahead)
 
     def to_host(self, pages: Sequence[Pages], ahead: bool = False) -> None:
         if self._advised:
             self._drop(pages)
-        else:
-            self._prefetch(pages, None, ahead)
+            return
+        self._prefetch(pages, None, ahead)
+        if ahead:
+            self._evicted = self._transfers.stream(Priority.PREFETCH).record_event()
 
     def begin_prefetch(self) -> None:
         self._transfers.stream(Priority.PREFETCH).wait_stream(torch.cuda.current_stream())
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_stream(self._transfers.stream(Priority.PREFETCH))
+        self._evicted = None
 
     def advise(self, pages: Sequence[Pages], advised: bool) -> None:
         self._driver.set_context(self._context)
