@@ -27,7 +27,8 @@ from spillover.engine.cuda.decode_inputs import DecodeInputs
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
 from spillover.engine.cuda.step_writer import StepWriter
 from spillover.engine.output.outputs import RequestOutput
-from spillover.engine.step import StepItem
+from spillover.engine.speculation.branch_items import BranchItems
+from spillover.engine.step import NewRequest, StepItem
 from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.cuda_kernels import CudaKernels
 from support.kernels import quick_interpreter
@@ -197,8 +198,9 @@ def test_verified_drafts_are_those_of_the_plain_runner(tmp_path: Path, monkeypat
     assert any(step.num_samples > 4 for step in steps)
 
 
-def test_drafts_of_a_second_runner_are_those_of_the_plain_runner(tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("branches", [0, 2])
+def test_drafts_of_a_second_runner_are_those_of_the_plain_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                 branches: int) -> None:
     """A copy of the layers drafts in the requests' blocks, several steps ahead of the host, with equal results."""
     config = {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -206,14 +208,24 @@ def test_drafts_of_a_second_runner_are_those_of_the_plain_runner(tmp_path: Path,
     prompts = [[rng.randrange(97) for _ in range(4)] for _ in range(2)]
     params = [SamplingParams(temperature=index * 0.8, max_tokens=5, ignore_eos=True, seed=index) for index in range(2)]
     plain = generate(tmp_path, prompts, params)
-    steps = use_the_device(monkeypatch)
+    steps, branched, add = use_the_device(monkeypatch), [], BranchItems.add
+
+    def adding(self: BranchItems, *arguments: Any) -> list[NewRequest]:
+        new = add(self, *arguments)
+        branched.extend(new)
+        return new
+
+    monkeypatch.setattr(BranchItems, "add", adding)
     found = generate(tmp_path, prompts, params, speculative_adaptive=False,
-                     speculative_config={"method": "substitute", "num_speculative_tokens": 2})
+                     speculative_config={"method": "substitute", "num_speculative_tokens": 2,
+                                         "max_branches": branches})
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
-    drafted = [step for step in steps if step.decodes]
-    assert len(drafted) >= 3
-    assert all(step.key is not None and step.key.draws for step in drafted)
     assert sum(one.drafts.tokens for one in found) >= 3
+    assert bool(branched) == (branches > 0)
+    if not branches:  # otherwise log probabilities are computed outside of graphs
+        drafted = [step for step in steps if step.decodes]
+        assert len(drafted) >= 3
+        assert all(step.key is not None and step.key.draws for step in drafted)
 
 
 def test_drafts_of_a_draft_model_are_those_of_the_plain_runner(tmp_path: Path,

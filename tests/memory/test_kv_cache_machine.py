@@ -203,6 +203,23 @@ class CacheMachine(RuleBasedStateMachine):
         self.live[child] = Model(tokens, parent.salt, parent.epoch, covered, covered)
 
     @precondition(lambda self: self.live)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=40))
+    def branch(self, data: st.DataObject, tokens: list[int]) -> None:
+        """A fork computes other tokens after the committed ones, and its blocks replace those of its sequence."""
+        name, parent = self.pick(data)
+        if parent.loading:
+            return
+        fork, ready = f"{name}/branch", parent.computed // self.size * self.size
+        covered = self.cache.fork(name, fork, parent.computed)
+        self.live[fork] = Model(parent.tokens[:parent.computed] + tokens, parent.salt, parent.epoch, covered, covered)
+        if covered == ready and self.step(fork, parent.computed + len(tokens)):
+            self.cache.adopt(name, fork)
+            self.live[name] = self.live[fork]
+        else:
+            self.cache.release(fork)
+        del self.live[fork]
+
+    @precondition(lambda self: self.live)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         """Finish or abort a sequence in any state: in prefill, launched and not committed, or loading."""

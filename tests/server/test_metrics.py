@@ -160,12 +160,13 @@ def test_speculation_has_the_names_of_vllm_and_says_what_is_simulated() -> None:
     config = EngineConfig(load_format="dummy", speculative_simulate="0.8,0.5,0.1")
     info: Any = SimpleNamespace(plan=plan, config=config, restarts=0, started=1.0)
     stats = LiveStats(time=2.0, drafts=DraftCounts(10, 30, 13, (8, 5)), draft_seconds=0.5, draft_proposed=45,
-                      verify_seconds=1.25)
+                      verify_seconds=1.25, branches=12, branches_accepted=4)
     found = samples(metrics.render(stats, info, TokenCounts()))
     label = ("simulated", "true")
     names = {"num_drafts_total": 10, "num_draft_tokens_total": 30, "num_accepted_tokens_total": 13,
              "tokens_per_pass": 2.3, "num_wasted_tokens_total": 17, "num_proposed_tokens_total": 45,
-             "draft_milliseconds_total": 500, "verify_milliseconds_total": 1250}
+             "draft_milliseconds_total": 500, "verify_milliseconds_total": 1250,
+             "num_branches_total": 12, "num_accepted_branches_total": 4}
     for name, value in names.items():
         ((labels, number),) = found["spec_decode_" + name].items()
         assert label in labels

@@ -153,6 +153,8 @@ def test_speculation_is_shown_where_it_is_on_and_what_is_simulated_says_so(brows
         assert browser.evaluate(numbers) == [
             "tokens per pass2.30", "passes with a draft10", "drafted45", "verified30", "accepted13", "wasted17",
             "time in drafting500 ms", "time in verifying1.25 s"]
+        client.stats = msgspec.structs.replace(client.stats, time=4.0, branches=12, branches_accepted=4)
+        browser.wait("document.getElementById('speculation-numbers').textContent.endsWith('branches accepted4 of 12')")
         assert browser.evaluate("[...document.querySelectorAll('#positions li')].map((li) => li.textContent)") == [
             "80%1", "50%2", "0%3", "0%4"]
         assert browser.evaluate("document.querySelector('#speculation-stack').ariaLabel") == "accepted 43%, wasted 57%"

@@ -69,6 +69,7 @@ from spillover.models.weight_specs import WeightSpecs, kept_on, prepare_products
 from spillover.plan.hardware import trim_heap
 from spillover.plan.measure import quick_rates
 from spillover.plan.planner import Plan
+from spillover.plan.workspace import draft_rows
 from spillover.progress import CAPTURING, SUBSTITUTES, TOKENIZER, WEIGHTS
 
 log = logging.getLogger("spillover.engine")
@@ -161,7 +162,7 @@ def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVC
         drafter = RunnerDrafter(runner.drafting, SharedBlocks(kv), draft_limits(planned.plan).max_num_batched_tokens,
                                 speculation.simulated or None)
     return make_speculator(drafter, speculation.num_tokens, speculation.adaptive, bool(speculation.simulated),
-                           _expert_price(runner))
+                           _expert_price(runner), speculation.max_branches)
 
 
 def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: NullRunner | ModelRunner,
@@ -256,8 +257,8 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
 
 
 def draft_limits(plan: Plan) -> StepLimits:
-    """Return the limits of a step that drafts: one token per request."""
-    return StepLimits(plan.max_num_seqs, plan.max_num_seqs, plan.max_model_len)
+    """Return the limits of a step that drafts: one token per request, and more when branches of drafts begin."""
+    return StepLimits(plan.max_num_seqs, draft_rows(plan.max_num_seqs, plan.max_num_batched_tokens), plan.max_model_len)
 
 
 def step_limits(planned: PlannedModel) -> StepLimits:

@@ -123,8 +123,8 @@ class EngineConfig:
                               "other requests.")
     speculative_config: str | None = _flag(None, "Guess tokens ahead and verify them, as JSON like vLLM's: "
                                            '{"method": "ngram", "num_speculative_tokens": 4}; with prompt_lookup_min, '
-                                           "prompt_lookup_max, substitute_dtype, model and adaptive. The text stays "
-                                           "the same.")
+                                           "prompt_lookup_max, substitute_dtype, max_branches, model and adaptive. The "
+                                           "text stays the same.")
     speculative_method: str | None = _flag(None, "Method, as a plain flag: ngram drafts what followed the last tokens "
                                            "earlier in the request; suffix also looks in finished requests; substitute "
                                            "drafts with int4 copies of streamed layers; draft_model uses "

@@ -18,6 +18,7 @@ from spillover.engine.queue_policy import POLICIES, PREFIXES_FIRST
 from spillover.engine.requests.request import Request, Status
 from spillover.engine.scheduler_config import SchedulerConfig
 from spillover.engine.shared_prompts import waits_for_prefix
+from spillover.engine.speculation.branch_items import BranchItems
 from spillover.engine.speculation.draft_items import DraftItems
 from spillover.engine.speculation.speculator import NoSpeculation, Speculator
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult
@@ -44,6 +45,7 @@ class Scheduler:
         self._leaving: set[Request] = set()  # requests removed from `running` whose last step is still in flight
         self._ended: list[Request] = []  # requests that schedule() finished by itself; returned by the next pop_ended()
         self._run_ids = itertools.count(1)
+        self._branches = BranchItems(config, kv, self.speculator, self._run_ids)
         self._by_run_id: dict[int, Request] = {}  # requests that the runner has or gets with the next step, by run id
         self._new: list[NewRequest] = []  # new requests to send to the runner with the next step
         self._ended_ids: list[int] = []  # ids to send to the runner as ended with the next step
@@ -88,6 +90,7 @@ class Scheduler:
             return Step(())
         if self.speculator.most_tokens:
             self._drafts.add(items, self._by_run_id, len(self.running))
+            self._new += self._branches.add(items, self._by_run_id, len(self.running), self._num_held)
         step = Step(tuple(items), tuple(self._new), tuple(self._ended_ids))
         self._new.clear()
         self._ended_ids.clear()
@@ -117,8 +120,10 @@ class Scheduler:
         """Apply a step's result; return the requests that have new tokens or have finished."""
         changed = []
         now = time.monotonic()
+        settled = self._branches.settle(step, result)
+        result = settled.result
         for item, tokens, logprobs, prompt_logprobs in zip(
-            step.items, result.token_ids, result.logprobs, result.prompt_logprobs, strict=True
+            settled.items, result.token_ids, result.logprobs, result.prompt_logprobs, strict=True
         ):
             request = self._by_run_id[item.id]
             request.in_flight -= 1
@@ -138,6 +143,10 @@ class Scheduler:
                     changed.append(request)
             if request.in_flight == 0 and request in self._leaving:
                 self._leave(request)
+        self._ended_ids += settled.ended_ids
+        for request in settled.adopted:
+            if request.run_id:
+                self._drop_from_runner(request)  # the runner gets it again with its tokens and blocks of now
         self._steps += 1
         if self._steps % SHRINK_STEPS == 0:
             self.kv.shrink()
@@ -190,6 +199,11 @@ class Scheduler:
         """Return the token slots in running requests' blocks, and how many hold a token once launched steps end."""
         held = sum(len(self.kv.table(r.request_id)) for r in self.running) * self.kv.block_size
         return held, sum(r.num_computed for r in self.running)
+
+    @property
+    def _num_held(self) -> int:
+        """Return the number of requests that have places in the runner's table, or get one with the next step."""
+        return len(self.running) + len(self._leaving) + self._branches.num_in_flight
 
     def check(self) -> None:
         """Assert the invariants that hold between any two steps."""
@@ -258,7 +272,8 @@ class Scheduler:
             if self.kv.grow(needed - self.kv.num_free):
                 continue
             coming = self.kv.num_in_flight or needed <= self.kv.num_free
-            if self._leaving or coming:  # blocks are about to be freed: wait for them rather than preempt more
+            # Blocks are about to be freed: wait for them rather than preempt more.
+            if self._leaving or coming or self._branches.num_in_flight:
                 return False
             if len(self.running) == 1:
                 if self.kv.drop_duplicates(request.request_id):
@@ -285,7 +300,7 @@ class Scheduler:
         for request in self._policy(list(self.waiting), self._match):
             if budget == 0:
                 return
-            if len(self.running) + len(self._leaving) >= self.config.max_num_seqs:
+            if self._num_held >= self.config.max_num_seqs:
                 break
             if self._must_wait_for_prefix(request) or not self._lookup(request):
                 continue
@@ -445,9 +460,7 @@ class Scheduler:
         self._leaving.discard(request)
         self._release(request)
         if request.run_id:
-            del self._by_run_id[request.run_id]
-            self._ended_ids.append(request.run_id)
-            request.run_id = 0
+            self._drop_from_runner(request)
         if request.status is Status.PREEMPTED:
             request.status = Status.WAITING
             request.num_computed = 0
@@ -456,6 +469,11 @@ class Scheduler:
                 request.forget_prompt_logprobs()  # its prefill starts over
             self.waiting.appendleft(request)
             self._lookup(request)
+
+    def _drop_from_runner(self, request: Request) -> None:
+        del self._by_run_id[request.run_id]
+        self._ended_ids.append(request.run_id)
+        request.run_id = 0
 
     def _release(self, request: Request) -> None:
         self.connector.end(request.request_id)

@@ -27,7 +27,7 @@ ON_DEVICE = -1  # placeholder for a draft token of the head whose value is known
 class Phase(enum.IntEnum):
     PREFILL = 0  # rows of the prompt, or of tokens whose KV was lost; the last row may be sampled from
     DECODE = 1  # one row, the newest token, which is sampled from
-    VERIFY = 2  # the newest token and the draft tokens after it, all of which are sampled from
+    VERIFY = 2  # the newest token and the draft tokens after it, all sampled from; in branches also rows before these
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -52,7 +52,7 @@ class StepItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_samples: int  # number of rows, at the end, that a token is sampled from
     first_block: int  # index of the first new entry of the block tables; entry i holds positions [i*bs, (i+1)*bs)
     new_blocks: tuple[tuple[int, ...], ...]  # new entries of the block tables, one tuple per layer group
-    draft: tuple[int, ...] = ()  # VERIFY: the tokens of the rows after the first, or ON_DEVICE for all of them
+    draft: tuple[int, ...] = ()  # VERIFY: the tokens of the last rows, after the newest token, or ON_DEVICE for all
     mask: bytes = b""  # structured output: one bit per token, set if allowed; 32-bit words, one row per sample
     score_prompt: bool = False  # whether log probabilities of the prompt's tokens are wanted for these rows
     host_blocks: tuple[int, ...] = ()  # addresses of the leading blocks in host memory, whose table entries are 0

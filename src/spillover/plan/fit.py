@@ -19,6 +19,7 @@ from spillover.plan.workspace import (
     CAPTURED_ROWS,
     RANK_CALL_BYTES,
     Workspace,
+    draft_rows,
     max_samples,
     staging_bytes,
     workspace,
@@ -116,8 +117,9 @@ class Sizes:
             return 0
         if self.device == "cpu":
             return max(0, self.draft_scratch - self.shape.scratch_bytes)
-        rows = self.max_num_seqs  # one row per request, so that no scores are stored
-        space = workspace(self.config, self.shape.dtype, self.device, True, rows, rows, length)
+        requests = self.max_num_seqs
+        space = workspace(self.config, self.shape.dtype, self.device, True,
+                          draft_rows(requests, self.batched_tokens(length)), requests, length)
         return space.total - space.rope + self.draft_scratch
 
     def least_long_blocks(self, length: int) -> int:

@@ -28,6 +28,7 @@ RANK_CALL_BYTES = 16 << 20  # maximum bytes exchanged by ranks on CUDA devices i
 SMALLEST_BLOCK = 8  # smallest block size in tokens, for which block tables have the most entries
 
 
+BRANCH_ROWS = 128  # rows of a drafting step of small batches, in which branches of drafts begin
 DRAFTED_ROWS = 320  # rows to sample for small batches with drafts: 64 requests with 4 draft tokens each
 
 
@@ -38,6 +39,11 @@ def max_samples(max_num_seqs: int, max_num_batched_tokens: int, draft_tokens: in
         return max_num_seqs
     wanted = min(max_num_seqs * (1 + draft_tokens), max(2 * max_num_seqs, DRAFTED_ROWS), max_num_batched_tokens)
     return max(max_num_seqs, wanted)
+
+
+def draft_rows(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Return the maximum number of rows of a step that drafts with substitutes."""
+    return max(max_num_seqs, min(BRANCH_ROWS, max_num_batched_tokens))
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ MODEL_METHODS = ("substitute", "draft_model", "eagle3")
 DEFAULT_TOKENS = {"ngram": 8, "suffix": 16, "substitute": 20, "draft_model": 4, "eagle3": 4}
 SUBSTITUTE_DTYPES = ("int4", "int8")
 MOST_TOKENS = 64  # maximum tokens of a draft
+USUAL_BRANCHES = 4  # default maximum number of branches of a draft, if their number is chosen by what pays off
+MOST_BRANCHES = 16  # maximum number of branches of a draft
 LONGEST_MATCH = 64  # maximum tokens of a match of n-gram lookup
 KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive",
-        "substitute_dtype")
+        "substitute_dtype", "max_branches")
 _OTHER_DRAFTERS = ("eagle", "medusa", "mlp_speculator", "mtp", "dflash")
 
 
@@ -33,6 +35,7 @@ class SpeculativeConfig:
     simulated: tuple[float, ...] = ()  # share of drafts accepted up to each position; (): acceptance is not simulated
     substitute_dtype: str = "int4"  # substitute: type that the copies of layers are rounded to
     model: str | None = None  # draft_model, eagle3: path or name of the model
+    max_branches: int = 0  # substitute: maximum number of branches of a draft; 0: drafts are chains
 
     def __post_init__(self) -> None:
         if self.method not in METHODS and not self.simulated:
@@ -53,7 +56,8 @@ class SpeculativeConfig:
         if not 1 <= self.lookup_min <= self.lookup_max <= LONGEST_MATCH:
             raise SpilloverError(f"prompt_lookup_min and prompt_lookup_max are from 1 to {LONGEST_MATCH}, the first "
                                  f"not above the second; got {self.lookup_min} and {self.lookup_max}")
-
+        if not 0 <= self.max_branches <= MOST_BRANCHES:
+            raise SpilloverError(f"max_branches is from 0 to {MOST_BRANCHES}; got {self.max_branches}")
         if self.substitute_dtype not in SUBSTITUTE_DTYPES:
             raise SpilloverError(f"substitute_dtype is one of {', '.join(SUBSTITUTE_DTYPES)}; got "
                                  f"{self.substitute_dtype!r}{did_you_mean(self.substitute_dtype, SUBSTITUTE_DTYPES)}")
@@ -82,7 +86,8 @@ class SpeculativeConfig:
         if method is None and model is not None:
             method = "draft_model"
         if method is not None:
-            return cls(method, _default(method) if num_tokens is None else num_tokens, adaptive=adaptive, model=model)
+            return cls(method, _default(method) if num_tokens is None else num_tokens, adaptive=adaptive, model=model,
+                       max_branches=_default_branches(method, adaptive))
         if num_tokens is not None:
             raise SpilloverError("--num-speculative-tokens needs a method: give --speculative-method, one of "
                                  f"{', '.join(METHODS)}")
@@ -113,14 +118,22 @@ class SpeculativeConfig:
         rounded = fields.get("substitute_dtype", cls.substitute_dtype)
         if method != "substitute" and "substitute_dtype" in fields:
             raise SpilloverError(f"substitute_dtype applies to the method substitute, not to {method!r}: leave it out")
+        if method != "substitute" and "max_branches" in fields:
+            raise SpilloverError(f"max_branches applies to the method substitute, not to {method!r}: leave it out")
+        branches = _whole(fields, "max_branches", _default_branches(method, switch))
         model = fields.get("model")
         if model is not None and not isinstance(model, str):
             raise SpilloverError(f"model in --speculative-config is a path or a name; got {model!r}")
-        return cls(method, count, lowest, highest, switch, substitute_dtype=str(rounded), model=model)
+        return cls(method, count, lowest, highest, switch, substitute_dtype=str(rounded), model=model,
+                   max_branches=branches)
 
 
 def _default(method: str) -> int:
     return DEFAULT_TOKENS.get(method, 4)
+
+
+def _default_branches(method: str, adaptive: bool) -> int:
+    return USUAL_BRANCHES if method == "substitute" and adaptive else 0
 
 
 def _object(text: str) -> Mapping[str, Any]:

@@ -9,11 +9,19 @@ if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
 
 
+class Alternative(NamedTuple):
+    """What a drafting model would have proposed instead of a token."""
+
+    token: int  # the most likely token other than the drafted one
+    gap: float  # log probability of the drafted token minus that of this one; negative if this one is more likely
+
+
 class Draft(NamedTuple):
     """Proposed next tokens, and for each the drafter's confidence that it is right if all tokens before it are."""
 
     tokens: tuple[int, ...] = ()
     confidence: tuple[float, ...] = ()  # one value per token, above 0 and at most 1
+    alternatives: tuple[Alternative, ...] = ()  # one per token; () unless the speculator wants them for branches
 
 
 NOTHING = Draft()

@@ -6,15 +6,32 @@ was tried; if it does not pay off, it is tried again on running requests, for at
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from spillover.engine.speculation.costs import Numbers
+from spillover.engine.output.outputs import DraftCounts
+from spillover.engine.speculation.branches import (
+    Chain,
+    LinkStats,
+    Place,
+    Seconds,
+    Seed,
+    choose_branches,
+    likely_places,
+)
+from spillover.engine.speculation.costs import Numbers, StepCosts
 from spillover.engine.speculation.draft_costs import DraftCosts, best_counts
 from spillover.engine.speculation.drafter import Draft, Drafter
 from spillover.engine.speculation.expert_price import ExpertPrice
-from spillover.engine.speculation.speculator import MOST_CREDIT, AdaptiveSpeculator, Candidate, InFlightDrafts
+from spillover.engine.speculation.speculator import (
+    MOST_CREDIT,
+    AdaptiveSpeculator,
+    Candidate,
+    InFlightDrafts,
+    SpeculationStats,
+)
 from spillover.engine.step import Step
 
 if TYPE_CHECKING:
@@ -28,6 +45,7 @@ TRIAL_REQUESTS = 8  # maximum number of requests that a trial drafts for
 USUAL_OUTPUT = 128.0  # expected output tokens of a request before any request has finished
 OUTPUT_WEIGHT = 0.1  # weight of the latest value in a moving average
 MIN_REMAINING_OUTPUT = 16  # fewest further output tokens that are expected of any request
+BRANCH_ROWS = 16  # rows of a short branch: half a block is computed again
 
 
 @runtime_checkable
@@ -59,17 +77,30 @@ class AsyncDrafter(Protocol):
         ...
 
 
+@runtime_checkable
+class BranchingDrafter(Protocol):
+    """A drafter whose drafts may have branches."""
+
+    wants_alternatives: bool  # whether the next drafts have `Draft.alternatives`
+
+    def extend(self, seeds: Sequence[Seed]) -> list[tuple[int, ...]]:
+        """Return the tokens that follow the first token of each branch."""
+        ...
+
+
 def make_speculator(drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
-                    price: ExpertPrice | None = None) -> AdaptiveSpeculator:
-    kind = ModelSpeculator if drafter.sequential else AdaptiveSpeculator
-    return kind(drafter, most_tokens, adaptive, simulated, price)
+                    price: ExpertPrice | None = None, most_branches: int = 0) -> AdaptiveSpeculator:
+    if not drafter.sequential:
+        return AdaptiveSpeculator(drafter, most_tokens, adaptive, simulated, price)
+    return ModelSpeculator(drafter, most_tokens, adaptive, simulated, price, most_branches)
 
 
 class ModelSpeculator(AdaptiveSpeculator):
     hope = HOPE
 
     def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
-                 price: ExpertPrice | None = None) -> None:
+                 price: ExpertPrice | None = None, most_branches: int = 0) -> None:
+        """Make the speculator. `most_branches`: maximum number of branches per draft, if the drafter supports them."""
         super().__init__(drafter, most_tokens, adaptive, simulated, price)
         self._catch_up_drafter = drafter if isinstance(drafter, CatchUpDrafter) else None
         self._async_drafter = drafter if isinstance(drafter, AsyncDrafter) else None
@@ -83,6 +114,12 @@ class ModelSpeculator(AdaptiveSpeculator):
         self._token_seconds = 0.0  # seconds to compute a missing token; 0: not known
         self._usual_output = USUAL_OUTPUT
         self._skipped: dict[Request, int] = {}  # requests not worth catching up -> output tokens when that was decided
+        self._brancher = drafter if isinstance(drafter, BranchingDrafter) and not simulated else None
+        self.most_branches = most_branches if self._brancher is not None else 0
+        self._links = LinkStats()
+        self._branch_passes = StepCosts()  # seconds of a pass that extends branches, by their number
+        self._chain_seconds = 0.0  # seconds that the last call of `drafts` took
+        self._branches = self._branches_accepted = 0
 
     def _gain(self, survival: Numbers, rows: int) -> float:
         return best_counts(survival, len(survival), rows, self._speculating, self._plain, self._room(rows),
@@ -225,3 +262,68 @@ class ModelSpeculator(AdaptiveSpeculator):
                 self._drafting.note(*self._measured)
             self._drafted = min(SHORT_DRAFTS, self._drafted + 1)
             self._measured = None
+
+    # Branches
+
+    def drafts(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[tuple[int, ...]]:
+        if self._brancher is not None and candidates:
+            self._brancher.wants_alternatives = self.most_branches > 0 and self._may_branch(decodes, rows)
+        begun = time.perf_counter()
+        drafts = super().drafts(candidates, decodes, rows, room)
+        self._chain_seconds = time.perf_counter() - begun
+        return drafts
+
+    def _may_branch(self, decodes: int, rows: int) -> bool:
+        """Return whether the rows of a short branch cost less than a token."""
+        if not self._adaptive:
+            return True
+        if self._trial or self._drafted < SHORT_DRAFTS or self._drafting.most_known < 2:
+            return False
+        added = self._speculating.at(rows + BRANCH_ROWS) - self._speculating.at(rows)
+        return added < self._plain.at(decodes) / decodes
+
+    def branches(self, chains: Sequence[Chain], rows: int, room: int) -> tuple[list[Place], int]:
+        """Return the branches to verify together with these drafts, in a step of `rows`, and how many tokens to draft
+        after the first of each. `room`: maximum number of rows of all branches."""
+        alternatives = [self._state(chain.request).draft.alternatives for chain in chains]
+        if not self.most_branches or not any(alternatives):
+            return [], 0
+        if not self._adaptive:
+            places = [place for _, place in likely_places(chains, alternatives, self._links, self.most_branches)]
+            return places, max(chain.length for chain in chains)
+        seconds = Seconds(self._speculating.at(rows) + self._chain_seconds,
+                          lambda more: self._speculating.seconds(rows + more) - self._speculating.at(rows),
+                          self._branch_pass_seconds)
+        return choose_branches(chains, alternatives, self._links, self.most_branches, seconds, room)
+
+    def _branch_pass_seconds(self, branches: int) -> float:
+        """Return the expected seconds of a pass that extends branches: as measured, or like a pass that drafts."""
+        if self._branch_passes:
+            return self._branch_passes.at(branches)
+        return self._drafting.seconds((2,) * branches) - self._drafting.seconds((1,) * branches)
+
+    def extend_branches(self, seeds: Sequence[Seed]) -> list[tuple[int, ...]]:
+        if not seeds:
+            return []
+        assert self._brancher is not None
+        begun = time.perf_counter()
+        found = self._brancher.extend(seeds)
+        seconds, passes = time.perf_counter() - begun, max(seed.most for seed in seeds)
+        if passes:
+            self._branch_passes.note(len(seeds), seconds / passes)
+        self._draft_seconds += seconds
+        self._device_seconds += seconds
+        self._proposed += sum(1 + len(tokens) for tokens in found)
+        return found
+
+    def branched(self, request: Request, right: int, token: int, branches: int, tokens: int, accepted: int) -> None:
+        """Record the outcome of a draft with branches, before `verified`: `right` tokens of the chain were right, and
+        `token` followed them. `tokens`: verified tokens of the branches, of which `accepted` were accepted."""
+        self._links.note(self._state(request).draft.alternatives, right, token)
+        self._branches += branches
+        self._branches_accepted += accepted > 0
+        self._counts += DraftCounts(tokens=tokens)
+        request.drafts += DraftCounts(tokens=tokens)
+
+    def stats(self) -> SpeculationStats:
+        return dataclasses.replace(super().stats(), branches=self._branches, branches_accepted=self._branches_accepted)

@@ -3,18 +3,23 @@
 The runner has different weights than the one that verifies: a rounded copy of the same model, or a smaller model. Each
 round adds the requests to the runner, launches one decode step per draft token without waiting for tokens in between,
 and removes the requests with the next round. `DraftBlocks` determines where the KV of the drafting model is stored.
+
+Branches of drafts (`speculation/branches.py`) take a second round, in which each branch is a request of the runner.
 """
 
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from spillover.engine.output.outputs import PositionLogprobs
 from spillover.engine.requests.sampling_params import SamplingParams
-from spillover.engine.speculation.drafter import Draft
+from spillover.engine.speculation.branches import Seed
+from spillover.engine.speculation.drafter import Alternative, Draft
 from spillover.engine.step import NewRequest, Phase, Step, StepItem
 
 if TYPE_CHECKING:
@@ -90,19 +95,22 @@ class Drafting:
     count: int  # number of tokens to draft
     start: int  # the next position to compute
     tables: Tables
+    prefix: tuple[int, ...] = ()  # tokens after the request's, which a branch begins with
     tokens: list[int] = field(default_factory=list)
+    alternatives: list[Alternative] = field(default_factory=list)
 
     @property
     def known(self) -> int:
-        return len(self.request.token_ids)
+        return len(self.request.token_ids) + len(self.prefix)
 
-    def new(self) -> NewRequest:
+    def new(self, logprobs: int | None) -> NewRequest:
         """Return the request for the drafting runner, with its seed and sampling parameters. Parameters that depend on
-        earlier tokens are left out, as only the device has these; so are log probabilities."""
+        earlier tokens are left out, as only the device has these; `logprobs` replaces what the request asks for."""
         request, params = self.request, self.request.params
         kept = SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p,
-                              min_p=params.min_p, logit_bias=params.logit_bias, max_tokens=None)
-        return NewRequest(self.id, request.token_ids[:], request.num_prompt, kept, request.seed, ())
+                              min_p=params.min_p, logit_bias=params.logit_bias, max_tokens=None, logprobs=logprobs)
+        token_ids = request.token_ids + array("i", self.prefix)
+        return NewRequest(self.id, token_ids, request.num_prompt, kept, request.seed, ())
 
     def make_item(self, count: int, samples: bool) -> StepItem:
         """Return an item for the next `count` positions."""
@@ -120,6 +128,7 @@ class RunnerDrafter:
                  expected: tuple[float, ...] | None = None) -> None:
         """Make the drafter. `max_num_batched_tokens`: maximum of a step of the runner; `expected`: see `Drafter`."""
         self.expected = expected
+        self.wants_alternatives = False  # whether the next drafts have `Draft.alternatives`
         self._runner = runner
         self._blocks = blocks
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -132,7 +141,23 @@ class RunnerDrafter:
         drafting = [row for row in rows if row.count > 0]
         if not drafting:
             return [Draft()] * len(rows)
-        self._new = tuple(row.new() for row in drafting)
+        self._decode(drafting, 2 if self.wants_alternatives else None)
+        for row in drafting:
+            self._blocks.drafted(row.request, row.start, row.tokens)
+        return [Draft(tuple(row.tokens), (1.0,) * len(row.tokens), tuple(row.alternatives)) for row in rows]
+
+    def extend(self, seeds: Sequence[Seed]) -> list[tuple[int, ...]]:
+        """Return the tokens that follow the first token of each branch."""
+        rows = [Drafting(seed.request, next(self._ids), seed.most, seed.start, seed.tables, seed.prefix)
+                for seed in seeds]
+        drafting = [row for row in rows if row.count > 0]
+        if drafting:
+            self._decode(drafting, None)
+        return [tuple(row.tokens) for row in rows]
+
+    def _decode(self, drafting: Sequence[Drafting], logprobs: int | None) -> None:
+        """Decode `count` tokens of each row, all rows in the same passes."""
+        self._new = tuple(row.new(logprobs) for row in drafting)
         ready = self._catch_up(drafting)
         launched: deque[tuple[LaunchedStep, list[Drafting]]] = deque()
         for index in range(max((row.count for row in ready), default=0)):
@@ -144,9 +169,6 @@ class RunnerDrafter:
         while launched:
             _read(launched)
         self._ended_ids = tuple(row.id for row in drafting)
-        for row in drafting:
-            self._blocks.drafted(row.request, row.start, row.tokens)
-        return [Draft(tuple(row.tokens), (1.0,) * len(row.tokens)) for row in rows]
 
     def end(self, request: Request) -> None:
         self._blocks.end(request)
@@ -183,5 +205,13 @@ class RunnerDrafter:
 def _read(launched: deque[tuple[LaunchedStep, list[Drafting]]]) -> None:
     """Read the tokens of the step that was launched first."""
     step, rows = launched.popleft()
-    for row, tokens in zip(rows, step.result().token_ids, strict=True):
+    result = step.result()
+    for row, tokens, logprobs in zip(rows, result.token_ids, result.logprobs, strict=True):
         row.tokens.extend(tokens)
+        row.alternatives += [_alternative(token, found) for token, found in zip(tokens, logprobs, strict=False)]
+
+
+def _alternative(token: int, found: PositionLogprobs) -> Alternative:
+    """Return the most likely token other than the one that was sampled."""
+    other = next(each for each in found if each != token)
+    return Alternative(other, found[token].logprob - found[other].logprob)

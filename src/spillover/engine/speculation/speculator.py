@@ -55,6 +55,8 @@ class SpeculationStats:
     simulated: bool = False  # whether acceptance is simulated
     proposed: int = 0  # tokens that drafters proposed, including probes and tokens dropped before verification
     verify_seconds: float = 0.0  # total seconds of the steps that verified drafts
+    branches: int = 0  # number of branches of drafts that were verified
+    branches_accepted: int = 0  # number of these that replaced the rest of their draft
 
 
 class Speculator(Protocol):
@@ -314,7 +316,7 @@ class AdaptiveSpeculator:
         state = self._state(candidate.request)
         if not draft.tokens:
             self._note_no_draft(candidate.request, state.slot)
-        state.draft = Draft(draft.tokens[:count], draft.confidence[:count])
+        state.draft = Draft(draft.tokens[:count], draft.confidence[:count], draft.alternatives[:count])
         state.cut = count < len(draft.tokens) or count == candidate.most
         return state.draft.tokens
 
@@ -450,7 +452,7 @@ class AdaptiveSpeculator:
         if isinstance(self._drafter, PrefixCachingDrafter):
             self._drafter.reset_prefix_cache()
 
-    def stats(self) -> SpeculationStats | None:
+    def stats(self) -> SpeculationStats:
         return SpeculationStats(self._counts, self._verify_steps, self._draft_seconds, self._simulated, self._proposed,
                                 self._verify_seconds)
 

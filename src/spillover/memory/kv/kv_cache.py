@@ -195,6 +195,13 @@ class KVCache:
         if sequence.node is not None:
             self.tree.leave(sequence.node)
 
+    def adopt(self, seq: str, fork: str) -> None:
+        """Give `seq` the blocks of a fork of it instead of its own, which are released; the fork ends."""
+        have, ready = self._get(fork).num_ready, self._get(seq).num_ready
+        assert have == ready, f"the fork {fork!r} has {have} of the {ready} complete blocks of {seq!r}"
+        self.release(seq)
+        self._live[seq] = self._live.pop(fork)
+
     def table(self, seq: str, group: int = 0) -> list[int]:
         """Return the live block table; the caller reads it and does not change it."""
         return self._get(seq).tables[group]

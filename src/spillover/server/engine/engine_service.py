@@ -321,6 +321,8 @@ class EngineService:
             draft_seconds=speculation.draft_seconds,
             draft_proposed=speculation.proposed,
             verify_seconds=speculation.verify_seconds,
+            branches=speculation.branches,
+            branches_accepted=speculation.branches_accepted,
             time=time.monotonic(),
             sleeping=self._sleeping,
             num_running=len(self._scheduler.running),

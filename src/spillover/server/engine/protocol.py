@@ -177,6 +177,8 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     draft_seconds: float = 0.0  # seconds that drafters took
     draft_proposed: int = 0  # draft tokens proposed, including those that were not verified
     verify_seconds: float = 0.0  # seconds of steps that verified draft tokens
+    branches: int = 0  # branches of drafts that were verified
+    branches_accepted: int = 0  # branches that replaced the rest of their draft
     # Grammars of structured output.
     grammars_compiled: int = 0
     grammars_reused: int = 0  # requests whose grammar was compiled already

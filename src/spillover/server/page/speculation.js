@@ -18,6 +18,9 @@ function showSpeculation(found) {
     ["time in drafting", format.seconds(found.draft_seconds)],
     ["time in verifying", format.seconds(found.verify_seconds)],
   ];
+  if (found.branches) {
+    numbers.push(["branches accepted", format.count(found.branches_accepted) + " of " + format.count(found.branches)]);
+  }
   const made = found.simulated ? " (simulated)" : "";
   $("speculation-numbers").replaceChildren(...numbers.map(([name, value], index) =>
     element("div", {}, element("dt", {}, name + (index === 0 || name === "accepted" || name === "wasted" ? made : "")),

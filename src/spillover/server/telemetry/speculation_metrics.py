@@ -17,7 +17,8 @@ from spillover.server.telemetry.tier_metrics import PREFIX
 
 _ACCEPTED = "draft_tokens_accepted_at_"  # prefix of the totals' names, before the position
 SPECULATION = ("drafts", "draft_tokens", "draft_tokens_accepted", "draft_tokens_proposed", "draft_milliseconds",
-               "verify_milliseconds", *(_ACCEPTED + str(position) for position in range(MOST_TOKENS)))  # totals
+               "verify_milliseconds", "branches", "branches_accepted",
+               *(_ACCEPTED + str(position) for position in range(MOST_TOKENS)))  # totals
 _COUNTERS = (  # name of the metric, name of its total, help text
     ("num_drafts", "drafts", "Passes that verified a draft."),
     ("num_draft_tokens", "draft_tokens", "Tokens that were drafted and verified."),
@@ -25,6 +26,8 @@ _COUNTERS = (  # name of the metric, name of its total, help text
     ("num_proposed_tokens", "draft_tokens_proposed", "Tokens that drafters proposed, verified or not."),
     ("draft_milliseconds", "draft_milliseconds", "Time that drafters took."),
     ("verify_milliseconds", "verify_milliseconds", "Time of steps that verified drafts."),
+    ("num_branches", "branches", "Branches of drafts that were verified."),
+    ("num_accepted_branches", "branches_accepted", "Branches that replaced the rest of their draft."),
 )
 
 
@@ -35,6 +38,7 @@ def speculation_totals(stats: LiveStats) -> dict[str, int]:
     return {"drafts": counts.drafts, "draft_tokens": counts.tokens, "draft_tokens_accepted": counts.accepted,
             "draft_tokens_proposed": stats.draft_proposed, "draft_milliseconds": int(1000 * stats.draft_seconds),
             "verify_milliseconds": int(1000 * stats.verify_seconds),
+            "branches": stats.branches, "branches_accepted": stats.branches_accepted,
             **{_ACCEPTED + str(position): count for position, count in enumerate(accepted)}}
 
 
@@ -79,6 +83,8 @@ def speculation_live(config: SpeculativeConfig | None, totals: Mapping[str, int]
         "by_position": list(counts.acceptance()) if counts.drafts else [],
         "draft_seconds": totals["draft_milliseconds"] / 1e3,
         "verify_seconds": totals["verify_milliseconds"] / 1e3,
+        "branches": totals["branches"],
+        "branches_accepted": totals["branches_accepted"],
     }
 
 
