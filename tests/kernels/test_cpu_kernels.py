@@ -17,11 +17,15 @@ from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.gguf_codes import CODE_FORMS, Codes, pack_codes
 from spillover.kernels.formats.packed import pack
 from spillover.kernels.kv_quant import encode_blocks
+from spillover.kernels.linear import linear
+from spillover.kernels.moe.experts import Experts
+from spillover.kernels.moe.moe import ResidentExperts, Routing
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.describe())
 
 SHAPE = LayerShape(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, eps=1e-5)
 HIDDEN, INNER, BLOCK, BLOCKS = 64, 96, 8, 5
+EXPERTS = 6
 
 
 def in_codes(weight: torch.Tensor, bits: int) -> Linear:
@@ -50,6 +54,21 @@ def weights(generator: torch.Generator, extras: bool, bits: int) -> dict[str, An
         made |= {"qkv_bias": draw(width), "o_bias": draw(HIDDEN), "q_norm": draw(SHAPE.head_dim),
                  "k_norm": draw(SHAPE.head_dim), "sinks": draw(SHAPE.num_heads), "gate_up_bias": draw(2 * INNER),
                  "down_bias": draw(HIDDEN)}
+    return made
+
+
+def mixture_weights(generator: torch.Generator, extras: bool, bits: int) -> dict[str, Any]:
+    """Return the weights of a layer of which the MLP is a mixture of EXPERTS experts."""
+    made, stacks = weights(generator, extras, bits), []
+    for name in ("gate_up", "down"):
+        experts = [weights(generator, extras, bits) for _ in range(EXPERTS)]
+        linear = made.pop(name)
+        stack = Linear(linear.format, linear.shape, (torch.stack([one[name].tensors[0] for one in experts]),))
+        made.pop(f"{name}_bias", None)
+        stacks.append(Experts(stack, torch.stack([one[f"{name}_bias"] for one in experts]) if extras else None))
+    made |= {"router": pack(torch.randn(EXPERTS, HIDDEN, generator=generator)), "experts": ResidentExperts(*stacks)}
+    if extras:
+        made["router_bias"] = torch.randn(EXPERTS, generator=generator)
     return made
 
 
@@ -101,13 +120,15 @@ def test_one_call_is_the_kernels_in_turn(lengths: list[tuple[int, int]], extras:
 @pytest.mark.parametrize("bits", [0, 4])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("mixtures", [(), (1, 2, 3)])
 @pytest.mark.parametrize("lengths", [[(0, 1)], [(0, 13), (9, 1), (20, 5)], [(31, 1)] * 17])
-def test_all_layers_at_once_are_the_layers_in_turn(lengths: list[tuple[int, int]], extras: bool, kv_dtype: str,
-                                                   bits: int) -> None:
+def test_all_layers_at_once_are_the_layers_in_turn(lengths: list[tuple[int, int]], mixtures: tuple[int, ...],
+                                                   extras: bool, kv_dtype: str, bits: int) -> None:
     if bits and not native.multiplies_codes():
         pytest.skip("this CPU does not multiply codes")
     generator = torch.Generator().manual_seed(len(lengths))
-    layers = [weights(generator, extras, bits) for _ in range(4)]
+    layers = [(mixture_weights if layer in mixtures else weights)(generator, extras, bits) for layer in range(4)]
+    routing = Routing(3, not extras, 7.0 if extras else None)
     groups, windows = [0, 1, 0, 1], [None, 7, None, 7]
     rows, blocks = sum(new for _, new in lengths), BLOCKS * len(lengths)
     batches = [make_batch(lengths, kv_dtype, 1 + group * blocks) for group in (0, 1)]
@@ -121,9 +142,14 @@ def test_all_layers_at_once_are_the_layers_in_turn(lengths: list[tuple[int, int]
     for layer, w in enumerate(layers):
         kv = pools[0][:, layer // 2]
         expected = kernels.attention_block(*expected, w, kv, batches[groups[layer]], windows[layer], layer)
-        expected = kernels.mlp_block(*expected, w)
+        if layer in mixtures:
+            normed, rest = kernels.add_rms_norm(*expected, w["mlp_norm"])
+            scores = linear(normed, w["router"], w.get("router_bias"))
+            expected = w["experts"].mixture(normed, scores, routing.k, routing.renormalize, routing.limit), rest
+        else:
+            expected = kernels.mlp_block(*expected, w)
     kv_layers = [(pools[1][:, layer // 2], groups[layer]) for layer in range(4)]
-    stack = LayerStack(SHAPE, cos, sin, layers, kv_layers, windows)
+    stack = LayerStack(SHAPE, cos, sin, layers, kv_layers, windows, routing)
     found = x.clone(), residual.clone()
     before: list[bool] = []
     assert stack.run(*found, batches, lambda: before.append(torch.equal(found[0], x)))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
 from spillover.kernels.formats.base import Linear
+
+if TYPE_CHECKING:
+    from spillover.kernels.moe.moe import LayerExperts
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class LayerShape:
 
 
 class LayerWeights(TypedDict, total=False):
-    """The weights of a dense layer; biases, norms of heads and sinks only if the model has them."""
+    """The weights of a layer; biases, norms of heads and sinks only if the model has them, gate_up and down if it is
+    dense, router and experts if it is a mixture."""
 
     input_norm: Tensor
     qkv: Linear
@@ -40,6 +44,9 @@ class LayerWeights(TypedDict, total=False):
     gate_up_bias: Tensor
     down: Linear
     down_bias: Tensor
+    router: Linear
+    router_bias: Tensor
+    experts: LayerExperts  # computes the experts; their stacks are present too if they are on the device
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ The native kernels overwrite x and the residual and return them; use only the re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from spillover.kernels import native
 from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.attention import POOL_KINDS, attention, native_block_stride, store_kv
 from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights
+from spillover.kernels.extents import EXPERT_SCRATCH_BYTES
 from spillover.kernels.features import KeptRows, keep_rows, rows_before
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.linear import linear
+from spillover.kernels.moe.moe import ResidentExperts, Routing
 from spillover.kernels.norm import add_rms_norm, rms_norm
 from spillover.kernels.rope import rope
 
@@ -113,29 +116,35 @@ class CpuKernels:
 
 
 class LayerStack:
-    """Dense layers whose weights and KV stay at their addresses, run by one native call."""
+    """Layers whose weights and KV stay at their addresses, run by one native call."""
 
     def __init__(self, shape: LayerShape, cos: Tensor, sin: Tensor, layers: Sequence[LayerWeights],
-                 kv_layers: Sequence[tuple[Tensor, int]], windows: Sequence[int | None]) -> None:
+                 kv_layers: Sequence[tuple[Tensor, int]], windows: Sequence[int | None],
+                 routing: Routing | None = None) -> None:
         """Bind all layers. `layers`: the weights of each, as for `CpuKernels`; `kv_layers`: the KV of each, and the
-        index of its layer group, which selects its batch."""
+        index of its layer group, which selects its batch; `routing`: of layers that are mixtures."""
         self._shape, self._cos, self._sin = shape, cos, sin
+        self._limit = (routing.limit if routing is not None else None) or 0.0
+        mlps = [_mlp(w, routing) for w in layers]
         self._records = torch.tensor([
             [_pointer(w["input_norm"]), *_matrix(w["qkv"], w.get("qkv_bias")), _pointer(w.get("q_norm")),
              _pointer(w.get("k_norm")), _pointer(w.get("sinks")), *_matrix(w["o"], w.get("o_bias")),
-             _pointer(w["mlp_norm"]), *_matrix(w["gate_up"], w.get("gate_up_bias")),
-             *_matrix(w["down"], w.get("down_bias")), kv.data_ptr(), group, window or 0]
-            for w, (kv, group), window in zip(layers, kv_layers, windows, strict=True)
+             _pointer(w["mlp_norm"]), *mlp.gate_up, *mlp.down, kv.data_ptr(), group, window or 0, mlp.inner,
+             *mlp.mixture]
+            for w, mlp, (kv, group), window in zip(layers, mlps, kv_layers, windows, strict=True)
         ], dtype=torch.int64)
         self._kv = kv_layers[0][0]
         self._normed = "q_norm" in layers[0]
-        self._inner = layers[0]["down"].shape.in_features
+        hidden = layers[0]["o"].shape.out_features
+        self._row_floats = max(mlp.row_floats(hidden) for mlp in mlps)
+        self._scratch_floats = max(mlp.pair_floats(hidden) for mlp in mlps)
 
     @staticmethod
     def serves(layers: Sequence[LayerWeights]) -> bool:
-        """Return whether all matrices are in a format that the native kernels multiply with."""
-        return all(matrix.format.native_codes is not None for w in layers
-                   for matrix in (w["qkv"], w["o"], w["gate_up"], w["down"]))
+        """Return whether all matrices are in a format that the native kernels multiply with, and all experts
+        resident."""
+        return all(matrix is not None and matrix.format.native_codes is not None
+                   for w in layers for matrix in (w["qkv"], w["o"], *_mlp_matrices(w)))
 
     def run(self, x: Tensor, residual: Tensor, batches: Sequence[AttentionBatch],
             on_layers: Callable[[], None], taps: Sequence[tuple[int, Tensor]] = ()) -> bool:
@@ -150,20 +159,22 @@ class LayerStack:
         if library is None or stride is None or any(batch.cold is not None for batch in batches):
             return False
         rows, hidden = x.shape
+        if 4 * rows * self._scratch_floats > EXPERT_SCRATCH_BYTES:
+            return False
         width = (3 if self._normed else 2) * (heads + kv_heads) * dim
-        scratch = torch.empty(rows * (hidden + max(width, 3 * self._inner)))
+        scratch = torch.empty(rows * (hidden + max(width, self._row_floats)))
         places = torch.tensor([[batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments]
                                for batch in batches], dtype=torch.int64)
         arguments = (
             *(places.data_ptr(), x.data_ptr(), residual.data_ptr()),
-            *(shape.eps, self._cos.data_ptr(), self._sin.data_ptr(), stride, shape.scale, rows, hidden, self._inner),
-            *(heads, kv_heads, dim, first.block_size, POOL_KINDS[first.kv_dtype], scratch.data_ptr()),
+            *(shape.eps, self._cos.data_ptr(), self._sin.data_ptr(), stride, shape.scale, rows, hidden),
+            *(heads, kv_heads, dim, first.block_size, POOL_KINDS[first.kv_dtype], self._limit, scratch.data_ptr()),
         )
         on_layers()
         first_layer = 0
         for layer, total in (*sorted(taps, key=lambda tap: tap[0]), (len(self._records), None)):
             if layer > first_layer:
-                library.dense_layers(self._records[first_layer].data_ptr(), layer - first_layer, *arguments)
+                library.decoder_layers(self._records[first_layer].data_ptr(), layer - first_layer, *arguments)
                 first_layer = layer
             if total is not None:
                 torch.add(x, residual, out=total)
@@ -172,6 +183,52 @@ class LayerStack:
 
 def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+@dataclass(frozen=True)
+class _Mlp:
+    """The fields of a layer's MLP in the records of native/block.cpp."""
+
+    gate_up: tuple[int, int, int]
+    down: tuple[int, int, int]
+    inner: int
+    # Router, its format and bias, strides of gate_up and down, number of experts, k, renormalize.
+    mixture: tuple[int, ...] = (0,) * 8
+
+    @property
+    def k(self) -> int:
+        return self.mixture[6]
+
+    def pair_floats(self, hidden: int) -> int:
+        """Return the floats that a row takes to compute its experts; 0 in a dense layer."""
+        return self.k * (2 * hidden + 3 * self.inner)
+
+    def row_floats(self, hidden: int) -> int:
+        """Return the floats that a row takes besides its normed input."""
+        return self.pair_floats(hidden) + 3 * self.k + self.mixture[5] if self.k else 3 * self.inner
+
+
+def _mlp(w: LayerWeights, routing: Routing | None) -> _Mlp:
+    if "router" not in w:
+        return _Mlp(_matrix(w["gate_up"], w.get("gate_up_bias")), _matrix(w["down"], w.get("down_bias")),
+                    w["down"].shape.in_features)
+    experts = w["experts"]
+    assert isinstance(experts, ResidentExperts)
+    assert routing is not None
+    first, second = experts.first, experts.second
+    return _Mlp(_matrix(first.weight, first.bias), _matrix(second.weight, second.bias), second.width, (
+        *_matrix(w["router"], w.get("router_bias")), first.stride, second.stride, first.count, routing.k,
+        int(routing.renormalize)))
+
+
+def _mlp_matrices(w: LayerWeights) -> tuple[Linear | None, ...]:
+    """Return the matrices of a layer's MLP; None for those of experts that are not all resident."""
+    if "router" not in w:
+        return w["gate_up"], w["down"]
+    experts = w["experts"]
+    if not isinstance(experts, ResidentExperts):
+        return (None,)
+    return w["router"], experts.first.weight, experts.second.weight
 
 
 def _matrix(w: Linear, bias: Tensor | None) -> tuple[int, int, int]:

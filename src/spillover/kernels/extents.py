@@ -8,6 +8,7 @@ MOST_SCORES = 1 << 23  # maximum number of scores over an offloaded prefix that 
 SEGMENT_POSITIONS = {"cpu": 1024, "cuda": 4096}
 SEGMENTS = 2  # number of segments of a stage: one is attended to while the next is copied
 CODE_BLOCK = 32  # columns of a weight in codes that are multiplied together
+EXPERT_SCRATCH_BYTES = 32 << 20  # maximum bytes of rows while a CPU computes all experts of a mixture at once
 CODE_PANEL = 32  # channels of a weight in codes that are stored together
 # A CUDA device dequantises a layer's experts once, instead of in every tile of rows that uses them, if a step has at
 # least WIDE_TOKENS tokens, an expert WIDE_ROWS of them on average, and all experts dequantised at most WIDE_BYTES.

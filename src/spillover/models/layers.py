@@ -19,7 +19,7 @@ from spillover.kernels.formats.choice import Dequantized
 from spillover.kernels.formats.dense import DENSE, EMBEDDING
 from spillover.kernels.layer_kernels import kernels_on
 from spillover.kernels.linear import embedding, linear
-from spillover.kernels.moe.moe import LocalExperts
+from spillover.kernels.moe.moe import LocalExperts, Routing
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
@@ -97,15 +97,18 @@ class Decoder:
         return self._final_norm(x, residual, weights)
 
     def stack(self, weights: ResidentWeights, kv: KVViews) -> LayerStack | None:
-        """Bind all layers to weights and KV that never move, on a CPU; None if a layer is not dense or not in panels,
-        or if there are several ranks."""
+        """Bind all layers to weights and KV that never move, on a CPU; None if a layer is not in panels or not all of
+        its experts are resident, or if there are several ranks."""
         if self.ranks.size > 1:
             return None
         layers = [weights.bind_part(part) for part in self._parts]
-        if self.config.is_moe or not LayerStack.serves(layers):
+        if not LayerStack.serves(layers):
             return None
-        places = [kv.layer(layer) for layer in range(len(layers))]
-        return LayerStack(self.shape, self.cos, self.sin, layers, places, self.config.windows)
+        places, config = [kv.layer(layer) for layer in range(len(layers))], self.config
+        routing = None
+        if config.is_moe:
+            routing = Routing(config.experts_per_token, config.norm_topk_prob, config.swiglu_limit)
+        return LayerStack(self.shape, self.cos, self.sin, layers, places, config.windows, routing)
 
     def forward_stacked(self, step: ModelStep, weights: Weights, kv: KVViews, stack: LayerStack | None,
                         on_layers: Callable[[], None], taps: Sequence[Tap] = ()) -> Tensor:

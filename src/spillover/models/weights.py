@@ -26,9 +26,6 @@ class PartWeights(LayerWeights, ExpertWeights, total=False):
     embedding: Linear
     norm: Tensor
     lm_head: Linear
-    router: Linear
-    router_bias: Tensor
-    experts: LayerExperts  # computes the experts; their stacks are present too if they are on the device
 
 
 class Weights(Protocol):

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spillover.kernels.extents import EXPERT_ROW, MOST_SCORES, SEGMENTS, chunk_sums_bytes, dequantizes, segment_blocks
+from spillover.kernels.extents import (
+    EXPERT_ROW,
+    EXPERT_SCRATCH_BYTES,
+    MOST_SCORES,
+    SEGMENTS,
+    chunk_sums_bytes,
+    dequantizes,
+    segment_blocks,
+)
 from spillover.kernels.fields import ITEMSIZE
 from spillover.kernels.triton.attention.ordered_splits import max_items, scratch_bytes
 from spillover.models.config import ModelConfig
@@ -74,6 +82,9 @@ def workspace(
         kernels += _cuda_bytes(config, dtype, captured, rows, samples, positions) + _wide_bytes(config, dtype, tokens)
     if config.expert_format != "dense" and device == "cpu":  # experts are dequantised one at a time, then packed
         kernels += 2 * 2 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
+    if config.is_moe and device == "cpu" and native:
+        pair = 2 * config.hidden_size + 3 * config.expert_intermediate_size
+        kernels += min(EXPERT_SCRATCH_BYTES, 4 * tokens * config.experts_per_token * pair)
     vocab = config.vocab_size
     stored = ITEMSIZE[dtype] if dtype != "float32" else 0  # logits before the conversion to float32
     activations = tokens * _row_bytes(config, dtype, native)

@@ -21,7 +21,7 @@ from spillover.engine.weights.placed import Parts
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.formats.base import Weight
 from spillover.kernels.moe.experts import Experts, ExpertWeights, expert_stacks
-from spillover.kernels.moe.moe import LocalExperts, expert_mlp, moe, route
+from spillover.kernels.moe.moe import LocalExperts, expert_mlps, route
 from spillover.kernels.moe.page_table import NONE
 from spillover.kernels.moe.paged_moe import begin_passes
 from spillover.kernels.moe.records import Record, tensors_of
@@ -240,7 +240,7 @@ class ManagedExperts:
         first, second = self._first, self._second
         ids, shares = route(scores, k, renormalize, limit)
         self._weights.use_experts(self._index, _different(ids), x.shape[0])
-        return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
+        return expert_mlps(x, ids, shares, first, second, limit)
 
     def in_one_pass(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
         """Return the mixture, computed by the kernels for experts in slots, which run on a CUDA device."""

@@ -46,6 +46,11 @@ class Experts:
         """Return the number of inputs of one linear."""
         return self.weight.shape.in_features
 
+    @property
+    def stride(self) -> int:
+        """Return the bytes from the values of an expert to those of the next."""
+        return self.values.stride(0) * self.values.element_size()
+
     def expert(self, index: int, dtype: torch.dtype) -> Tensor:
         """Return one expert's dequantised weight [out, in]."""
         return self.weight.format.dequantize(self.weight.expert(index), dtype)

@@ -9,12 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from spillover.kernels import native
 from spillover.kernels.activation import (
     clamped_swiglu,
     clamped_swiglu_reference,
     silu_and_mul,
     silu_and_mul_reference,
 )
+from spillover.kernels.extents import EXPERT_SCRATCH_BYTES
 from spillover.kernels.linear import linear, linear_reference
 from spillover.kernels.moe.experts import Experts
 
@@ -31,6 +33,15 @@ class LocalExperts:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a model's mixtures choose experts, and their activation: see `mixture`."""
+
+    k: int
+    renormalize: bool
+    limit: float | None
 
 
 class LayerExperts(Protocol):
@@ -72,8 +83,31 @@ def mixture(
         from spillover.kernels.triton.moe.paged_moe import local_mixture
 
         return local_mixture(x, scores, first, second, k, renormalize, limit, local)
-    ids, shares = route(scores, k, renormalize, limit, local)
-    return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
+    return expert_mlps(x, *route(scores, k, renormalize, limit, local), first, second, limit)
+
+
+def expert_mlps(x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts,
+                limit: float | None) -> Tensor:
+    """Compute a mixture of these stacks on the CPU, as `moe` does: in one native call if their formats and the number
+    of rows allow it, which gives the same bits."""
+    library, coded = native.fused(), (first.weight.format.native_codes, second.weight.format.native_codes)
+    hidden, inner = x.shape[1], second.width
+    floats = ids.numel() * (2 * hidden + 3 * inner)
+    if library is None or None in coded or x.dtype is not torch.float32 or 4 * floats > EXPERT_SCRATCH_BYTES:
+        return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
+    x, ids, shares = x.contiguous(), ids.contiguous(), shares.contiguous()
+    out, scratch = torch.empty_like(x), torch.empty(floats)
+    library.expert_mlps(
+        *(x.data_ptr(), ids.data_ptr(), shares.data_ptr(), out.data_ptr()),
+        *(first.values.data_ptr(), first.stride, _pointer(first.bias), coded[0]),
+        *(second.values.data_ptr(), second.stride, _pointer(second.bias), coded[1]),
+        *(*ids.shape, hidden, inner, limit or 0.0, scratch.data_ptr()),
+    )
+    return out
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
@@ -81,10 +115,15 @@ def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
     """Route scores [T, E] -> (ids, shares) [T, k] of the experts of each token, on the CPU. `local`: the experts of
     this rank, with ids from 0 on, while others are OTHER_RANK; None: all.
 
-    Shares are rounded as in the reference implementations of the models: those with a `limit` (gpt-oss) take the
-    softmax of the chosen scores, the others choose from the softmax of all.
+    Without native kernels, shares are rounded as in the reference implementations of the models: those with a `limit`
+    (gpt-oss) take the softmax of the chosen scores, the others choose from the softmax of all.
     """
-    if limit is not None and renormalize:
+    library = native.library()
+    if library is not None and scores.dtype is torch.float32:
+        scores = scores.contiguous()
+        ids, shares = torch.empty(len(scores), k, dtype=torch.int64), torch.empty(len(scores), k)
+        library.route(scores.data_ptr(), *scores.shape, k, int(renormalize), ids.data_ptr(), shares.data_ptr())
+    elif limit is not None and renormalize:
         best, ids = scores.topk(k)
         shares = best.softmax(-1)
     else:

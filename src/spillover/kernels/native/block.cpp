@@ -1,4 +1,4 @@
-// The two halves of a dense decoder layer, each a sequence of the other kernels: Python between two kernels costs more
+// The two halves of a decoder layer, dense or a mixture of experts, each a sequence of the other kernels: Python between two kernels costs more
 // than a small kernel itself, most of all when a step has few rows.
 #include <cstdint>
 
@@ -19,6 +19,11 @@ void attention(const float* q, int64_t q_stride, const void* kv, int64_t block_s
                const int32_t* query_start, const int32_t* seq_lens, const int32_t* table, int64_t table_stride,
                int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs, float scale, int64_t window,
                const float* sinks, int64_t kind);
+void route(const float* scores, int64_t T, int64_t E, int64_t k, int64_t renormalize, int64_t* ids, float* shares);
+void expert_mlps(const float* x, const int64_t* ids, const float* shares, float* out, const void* gate_up,
+                 int64_t gate_up_stride, const float* gate_up_bias, int64_t gate_up_coded, const void* down,
+                 int64_t down_stride, const float* down_bias, int64_t down_coded, int64_t T, int64_t k, int64_t hidden,
+                 int64_t inner, float limit, float* scratch);
 
 // Multiplies by w, which is stored in codes if `coded`, and in float32 otherwise.
 static void product(const float* x, const void* w, int64_t coded, const float* bias, float* y, int64_t M, int64_t N,
@@ -92,7 +97,13 @@ struct Layer {
     int64_t down_coded;
     const float* down_bias;
     void* kv;
-    int64_t group, window;
+    int64_t group, window, inner;
+    // Of a mixture, whose gate_up and down are those of the first expert; null and 0 in a dense layer. The strides are
+    // the bytes from an expert to the next.
+    const void* router;
+    int64_t router_coded;
+    const float* router_bias;
+    int64_t gate_up_stride, down_stride, experts, k, renormalize;
 };
 
 // Positions of a step's rows and block tables of their requests, for the layers of one group.
@@ -102,18 +113,37 @@ struct Batch {
     int64_t table_stride, B;
 };
 
-// Computes the layers in order. scratch: the size that the larger half of a layer needs.
-void dense_layers(const Layer* layers, int64_t count, const Batch* batches, float* x, float* residual, float eps,
-                  const float* cos, const float* sin, int64_t block_stride, float scale, int64_t T, int64_t hidden,
-                  int64_t inner, int64_t H, int64_t Hk, int64_t D, int64_t bs, int64_t kind, float* scratch) {
+// residual [T, hidden] += x; x = the mixture of norm(residual). limit: as in expert_mlps. scratch: T * (hidden + experts +
+// k * (3 + 2 * hidden + 3 * inner)) floats.
+static void mixture_block(float* x, float* residual, float eps, const Layer& l, int64_t T, int64_t hidden, float limit,
+                          float* scratch) {
+    int64_t* ids = reinterpret_cast<int64_t*>(scratch);  // [T, k]
+    float* shares = scratch + T * l.k * 2;               // [T, k]
+    float* scores = shares + T * l.k;                    // [T, experts]
+    float* normed = scores + T * l.experts;              // [T, hidden]
+    add_rms_norm(x, residual, l.mlp_norm, normed, residual, T, hidden, eps);
+    product(normed, l.router, l.router_coded, l.router_bias, scores, T, l.experts, hidden);
+    route(scores, T, l.experts, l.k, l.renormalize, ids, shares);
+    expert_mlps(normed, ids, shares, x, l.gate_up, l.gate_up_stride, l.gate_up_bias, l.gate_up_coded, l.down,
+                l.down_stride, l.down_bias, l.down_coded, T, l.k, hidden, l.inner, limit, normed + T * hidden);
+}
+
+// Computes the layers in order. limit: as in expert_mlps. scratch: the size that the larger half of a layer needs.
+void decoder_layers(const Layer* layers, int64_t count, const Batch* batches, float* x, float* residual, float eps,
+                    const float* cos, const float* sin, int64_t block_stride, float scale, int64_t T, int64_t hidden,
+                    int64_t H, int64_t Hk, int64_t D, int64_t bs, int64_t kind, float limit, float* scratch) {
     for (const Layer* l = layers; l < layers + count; l++) {
         const Batch& b = batches[l->group];
         attention_block(x, residual, l->input_norm, eps, l->qkv, l->qkv_coded, l->qkv_bias, l->q_norm, l->k_norm, cos,
                         sin, l->kv, block_stride, b.positions, b.rows, b.query_start, b.seq_lens, b.table,
                         b.table_stride, b.B, scale, l->window, l->sinks, l->o, l->o_coded, l->o_bias, T, hidden, H, Hk,
                         D, bs, kind, scratch);
-        mlp_block(x, residual, l->mlp_norm, eps, l->gate_up, l->gate_up_coded, l->gate_up_bias, l->down, l->down_coded,
-                  l->down_bias, T, hidden, inner, scratch);
+        if (l->router) {
+            mixture_block(x, residual, eps, *l, T, hidden, limit, scratch);
+        } else {
+            mlp_block(x, residual, l->mlp_norm, eps, l->gate_up, l->gate_up_coded, l->gate_up_bias, l->down,
+                      l->down_coded, l->down_bias, T, hidden, l->inner, scratch);
+        }
     }
 }
 }

@@ -5,6 +5,9 @@
 // share of the next panel, from several positions at once. A core has few buffers for lines that software prefetches,
 // but its hardware prefetcher has more of them and runs ahead of every sequence that it detects, up to the end of a
 // page. With a single sequence it cannot run far enough ahead.
+#include <vector>
+
+#include "products.h"
 #include "team.h"
 #include "vector.h"
 
@@ -117,24 +120,45 @@ void panel_product(const float* x, int64_t M, const float* panel, float* y, int6
 
 extern "C" int64_t panel_width() { return kPanel; }
 
-extern "C" void linear(const float* x, const float* panels, const float* bias, float* y, int64_t M, int64_t N,
-                       int64_t K) {
+void linear_products(const Product* list, int64_t count, int64_t N, int64_t K) {
+    struct Block {  // rows of a product
+        const Product* product;
+        int64_t first, rows;
+    };
+    static thread_local std::vector<Block> memory;
     const Shape s{K, N};
     const int64_t num_panels = ceil_div(N, kPanel), threads = team_size;
-    if (M == 0) return;
-    // Split the rows if x exceeds its share of the cache, and further while there are too few panels for all threads.
-    int64_t blocks = ceil_div(M * K * 4, kRowBlockBytes);
-    while (num_panels * blocks < 4 * threads && M / (blocks * 2) >= 2 * kTile) blocks *= 2;
-    const int64_t units = blocks * num_panels;
+    memory.clear();
+    for (const Product* p = list; p < list + count; p++) {
+        if (p->M == 0) continue;
+        // Split the rows if x exceeds its share of the cache, and further while there are too few panels for all threads.
+        int64_t blocks = ceil_div(p->M * K * 4, kRowBlockBytes);
+        while (num_panels * blocks * count < 4 * threads && p->M / (blocks * 2) >= 2 * kTile) blocks *= 2;
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t first = p->M * block / blocks;
+            memory.push_back({p, first, p->M * (block + 1) / blocks - first});
+        }
+    }
+    const Block* blocks = memory.data();
+    const int64_t units = static_cast<int64_t>(memory.size()) * num_panels;
+    const auto panel = [&](int64_t unit) {
+        return static_cast<const float*>(blocks[unit / num_panels].product->w) + unit % num_panels * kPanel * K;
+    };
     share(units, [&](int64_t unit, int thread) {
-        const int64_t block = unit / num_panels, n = unit % num_panels * kPanel;
-        const int64_t first = M * block / blocks, rows = M * (block + 1) / blocks - first;
+        const Block& block = blocks[unit / num_panels];
+        const Product& p = *block.product;
+        const int64_t n = unit % num_panels * kPanel;
         // Prefetch the next unit of this thread's range, if any: prefetching another thread's would waste bandwidth.
         const bool last = unit + 1 == units || unit + 1 == range_begin(units, thread + 1, threads);
-        const float* next = panels + (last ? unit : unit + 1) % num_panels * kPanel * K;
-        panel_product(x + first * K, rows, panels + n * K, y + first * N + n, smaller(kPanel, N - n),
-                      bias ? bias + n : nullptr, next, s);
+        panel_product(p.x + block.first * K, block.rows, panel(unit), p.y + block.first * N + n, smaller(kPanel, N - n),
+                      p.bias ? p.bias + n : nullptr, panel(last ? unit : unit + 1), s);
     });
+}
+
+extern "C" void linear(const float* x, const float* panels, const float* bias, float* y, int64_t M, int64_t N,
+                       int64_t K) {
+    const Product product{x, panels, bias, y, M};
+    linear_products(&product, 1, N, K);
 }
 
 extern "C" void embedding(const int64_t* ids, const float* panels, float* y, int64_t T, int64_t K) {

@@ -6,6 +6,10 @@
 // order, by the instructions of the cores that suit few rows or many. The sums of the three digits, then those of the
 // blocks, are added up in one order. So the bits of y[m, n] depend neither on M, nor on the instructions used, nor on
 // the kind of core.
+#include <memory>
+#include <vector>
+
+#include "../products.h"
 #include "../team.h"
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -32,30 +36,74 @@ struct Matrices {
     Matrix list[3];
 };
 
+// Rows of a product that are multiplied together. at: number of rows in digits before them.
+struct Chunk {
+    const Product* product;
+    int64_t first, M, at;
+};
+
+struct RowOf {
+    int64_t chunk, row;
+};
+
+// Multiplies by one matrix of the weights, whose first channel is `channel`.
 template <class Form>
-void product(const float* x, const uint8_t* panels, const Matrix& matrix, const float* bias, float* y, int64_t M,
-             int64_t N, int64_t K) {
+void products(const Product* list, int64_t count, const Matrix& matrix, int64_t channel, int64_t N, int64_t K) {
     static thread_local std::unique_ptr<uint8_t[]> memory;
     static thread_local int64_t room = 0;
+    static thread_local std::vector<Chunk> chunks;
+    static thread_local std::vector<RowOf> split_rows;
     const int64_t blocks = K / kColumns, panel_bytes = Form::panel_bytes(blocks, matrix.unit);
-    const int64_t row_bytes = K * kDigits * kDigitBytes;
+    const int64_t row_bytes = K * kDigits * kDigitBytes, num_panels = ceil_div(matrix.rows, kPanel);
     const int64_t most = std::clamp<int64_t>(kRowBytes / (row_bytes * kRowStep), 1, kMostRows / kRowStep) * kRowStep;
-    const int64_t padded = ceil_div(smaller(M, most), kRowStep) * kRowStep;
-    const int64_t digit_bytes = padded * row_bytes, needed = digit_bytes + padded * blocks * sizeof(Scale) + 64;
-    if (room < needed) memory.reset(new uint8_t[room = needed]);
-    uint8_t* digits = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
-    Scale* scales = reinterpret_cast<Scale*>(digits + digit_bytes);
-    const int64_t num_panels = ceil_div(matrix.rows, kPanel), threads = team_size;
-    const int64_t per = larger(1, num_panels / (threads * kUnits)), units = ceil_div(num_panels, per);
-    for (int64_t done = 0; done < M; done += most) {
-        const Rows rows{smaller(most, M - done), blocks, matrix.unit, digits, scales};
-        share(rows.M, [&](int64_t row, int) { split<Form>(x + (done + row) * K, row, rows); }, rows.M > 4);
-        share(units, [&](int64_t unit, int) {
+    const Product* next = list;
+    for (int64_t first = 0; next < list + count;) {
+        // The chunks whose rows in digits stay in the cache together.
+        chunks.clear();
+        split_rows.clear();
+        int64_t padded = 0;
+        while (next < list + count) {
+            const int64_t M = smaller(most, next->M - first), size = ceil_div(M, kRowStep) * kRowStep;
+            const bool same = !chunks.empty() && chunks.back().product->x == next->x && chunks.back().first == first &&
+                              chunks.back().M == M;
+            if (!same && padded > 0 && padded + size > most) break;
+            chunks.push_back({next, first, M, same ? chunks.back().at : padded});
+            if (!same) {
+                for (int64_t row = 0; row < M; row++) {
+                    split_rows.push_back({static_cast<int64_t>(chunks.size()) - 1, row});
+                }
+                padded += size;
+            }
+            first += M;
+            if (first >= next->M) next++, first = 0;
+        }
+        const int64_t digit_bytes = padded * row_bytes, needed = digit_bytes + padded * blocks * sizeof(Scale) + 64;
+        if (room < needed) memory.reset(new uint8_t[room = needed]);
+        uint8_t* digits = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
+        Scale* scales = reinterpret_cast<Scale*>(digits + digit_bytes);
+        const auto rows_of = [&](const Chunk& chunk) {
+            return Rows{chunk.M, blocks, matrix.unit, digits + chunk.at * row_bytes, scales + chunk.at * blocks};
+        };
+        const Chunk* all = chunks.data();
+        const RowOf* rows = split_rows.data();
+        const int64_t num_rows = split_rows.size(), num_chunks = chunks.size(), threads = team_size;
+        share(num_rows, [&](int64_t i, int) {
+            const Chunk& chunk = all[rows[i].chunk];
+            split<Form>(chunk.product->x + (chunk.first + rows[i].row) * K, rows[i].row, rows_of(chunk));
+        }, num_rows > 4);
+        const int64_t per = std::clamp<int64_t>(num_panels * num_chunks / (threads * kUnits), 1, num_panels);
+        const int64_t units = ceil_div(num_panels, per);
+        share(num_chunks * units, [&](int64_t i, int) {
+            const Chunk& chunk = all[i / units];
+            const Product& to = *chunk.product;
+            const uint8_t* panels = static_cast<const uint8_t*>(to.w) + matrix.start;
             const auto panel = [&](int64_t p) { return panels + p * panel_bytes; };
             const auto output = [&](int64_t p) {
-                return Output{y + done * N + p * kPanel, bias ? bias + p * kPanel : nullptr, N, matrix.rows - p * kPanel};
+                return Output{to.y + chunk.first * N + channel + p * kPanel,
+                              to.bias ? to.bias + channel + p * kPanel : nullptr, N, matrix.rows - p * kPanel};
             };
-            multiply<Form>(rows, unit * per, smaller(num_panels, (unit + 1) * per), panel, output);
+            const int64_t unit = i % units;
+            multiply<Form>(rows_of(chunk), unit * per, smaller(num_panels, (unit + 1) * per), panel, output);
         });
     }
 }
@@ -102,13 +150,13 @@ void look_up(int64_t row, const uint8_t* panels, const Matrix& matrix, float* ou
 }
 
 struct Kernels {
-    void (*product)(const float*, const uint8_t*, const Matrix&, const float*, float*, int64_t, int64_t, int64_t);
+    void (*products)(const Product*, int64_t, const Matrix&, int64_t, int64_t, int64_t);
     void (*look_up)(int64_t, const uint8_t*, const Matrix&, float*, int64_t);
 };
 
 template <class Form>
 constexpr Kernels kernels_of() {
-    return {product<Form>, look_up<Form>};
+    return {products<Form>, look_up<Form>};
 }
 
 // Kernels by the numbers of the forms in kernels/formats/gguf_codes.py.
@@ -131,14 +179,19 @@ constexpr Kernels kForms[] = {
 
 extern "C" int64_t multiplies_codes() { return 1; }
 
-extern "C" void coded_linear(const float* x, const uint8_t* panels, const float* bias, float* y, int64_t M, int64_t N,
-                             int64_t K) {
-    if (M == 0) return;
-    const auto* all = reinterpret_cast<const Matrices*>(panels);
+void coded_products(const Product* list, int64_t count, int64_t N, int64_t K) {
+    if (count == 0) return;
+    const auto* all = static_cast<const Matrices*>(list->w);  // the same for all, but for the panels that follow it
     int64_t done = 0;
     for (const Matrix* matrix = all->list; matrix < all->list + all->count; done += matrix++->rows) {
-        kForms[matrix->form].product(x, panels + matrix->start, *matrix, bias ? bias + done : nullptr, y + done, M, N, K);
+        kForms[matrix->form].products(list, count, *matrix, done, N, K);
     }
+}
+
+extern "C" void coded_linear(const float* x, const uint8_t* panels, const float* bias, float* y, int64_t M, int64_t N,
+                             int64_t K) {
+    const Product product{x, panels, bias, y, M};
+    if (M > 0) coded_products(&product, 1, N, K);
 }
 
 extern "C" void coded_embedding(const int64_t* ids, const uint8_t* panels, float* y, int64_t T, int64_t K) {
@@ -155,6 +208,7 @@ extern "C" void coded_embedding(const int64_t* ids, const uint8_t* panels, float
 
 // For cores without the instructions, weights are widened to float32 when they are loaded.
 extern "C" int64_t multiplies_codes() { return 0; }
+void coded_products(const Product*, int64_t, int64_t, int64_t) {}
 extern "C" void coded_linear(const float*, const uint8_t*, const float*, float*, int64_t, int64_t, int64_t) {}
 extern "C" void coded_embedding(const int64_t*, const uint8_t*, float*, int64_t, int64_t) {}
 
