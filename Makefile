@@ -13,11 +13,12 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 GPU_WORKERS ?= 4  # of test-gpu, each with less than 5 GB of the device
 REPORT := -rs --durations=25  # what was skipped, and why; which tests took longest
 
-.PHONY: help demo test test-gpu test-clients test-cluster test-wheel test-oldest soak chaos attack bench tables browser valkey cross venv lock wheel clean
+.PHONY: help demo test lint harness system test-gpu test-clients test-cluster test-wheel test-oldest soak chaos attack bench tables browser valkey cross venv lock wheel clean
 
 help:
 	@echo "make demo      set up, then see it work on the default model"
 	@echo "make test      set up, then lint, types, layers and tests"
+	@echo "make lint      set up, then lint, types and layers only"
 	@echo "make test-gpu  the tests that need a CUDA device; the outcome goes to benchmarks/results/test-gpu.json"
 	@echo "make test-clients  openai, lm_eval, guidellm, vllm bench and aiperf against the server (installs 6 GB)"
 	@echo "make test-cluster  two replicas on Ray: loaded, killed, scaled to three and back; Ray Serve (installs 0.4 GB)"
@@ -36,13 +37,21 @@ help:
 demo: venv
 	$(BIN)/spill demo
 
-test: venv browser valkey cross
+# What takes a core and what waits for a network are done side by side.
+test:
+	@$(MAKE) --no-print-directory -j 2 venv system
+	@$(MAKE) --no-print-directory -j 2 lint harness
+	$(BIN)/pytest $(REPORT) -n auto --dist loadfile -m "not gpu and not clients and not cluster and not wheel and not alone"
+	$(BIN)/pytest $(REPORT) -m "alone and not gpu and not clients"
+
+lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# For the tests of the evaluation harness; without it they are skipped, saying so.
+harness: venv
 	-$(BIN)/python tests/clients/install.py lm_eval
-	$(BIN)/pytest $(REPORT) -n auto --dist loadfile -m "not gpu and not clients and not cluster and not wheel and not alone"
-	$(BIN)/pytest $(REPORT) -m "alone and not gpu and not clients"
 
 test-gpu: venv
 	$(BIN)/pytest $(REPORT) -n $(GPU_WORKERS) -m gpu --results-to benchmarks/results/test-gpu.json
@@ -89,6 +98,12 @@ bench: venv
 
 tables: venv
 	$(BIN)/python benchmarks/doc_numbers.py --write
+
+# Packages of the system that some tests need, one after another: apt-get runs once at a time.
+system:
+	@$(MAKE) --no-print-directory browser
+	@$(MAKE) --no-print-directory valkey
+	@$(MAKE) --no-print-directory cross
 
 # For the tests of the server's page; without it they are skipped, saying so.
 browser:

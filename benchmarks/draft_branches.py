@@ -22,12 +22,13 @@ from typing import Any
 
 import click
 from made_by import made_by
-from speculation import ORDINARY
 
 from spillover import LLM, SamplingParams
+from spillover.bench.workloads.workload_options import shipped
 from spillover.engine.loop import LaunchedStep
 from spillover.engine.step import Step, StepResult
 
+ORDINARY = [json.loads(line)["prompt"] for line in shipped()["chats"].read_text().splitlines()]
 COPIES = ("int4", "int8")
 LENGTHS = (8, 20)
 BRANCHES = (0, 1, 2, 4, 8)

@@ -21,38 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from gpu_workload import MODELS, RESULTS, decode_rate, opened, origin, prefill_seconds, run
+from gpu_workload import RESULTS, decode_rate, opened, origin, prefill_seconds, run
 
 from spillover import LLM
 
 MANY, LONG = 64, 8192
 DEADLINE = 150  # seconds that one model may take
-LLAMA = MODELS["llama-3.1-8b"]
-INT4: dict[str, Any] = {
-    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-    "quantization_status": "compressed",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
-        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}}},
-}
-INT8 = {**INT4, "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
-    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}}}}
-FP8_ROWS = {**INT4, "format": "float-quantized", "config_groups": {"group_0": {
-    "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
-    "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}}}}
-FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-              "modules_to_not_convert": ["lm_head"]}
-MODELS.update({
-    "bf16": LLAMA,
-    "fp8": {**LLAMA, "quantization_config": FP8_ROWS},
-    "fp8-blocks": {**LLAMA, "quantization_config": FP8_BLOCKS},
-    "int8": {**LLAMA, "quantization_config": INT8},
-    "int4": {**LLAMA, "quantization_config": INT4},
-    "qwen3-32b-int4": {**MODELS["qwen3-14b"], "intermediate_size": 25600, "num_hidden_layers": 64,
-                       "num_attention_heads": 64, "quantization_config": INT4},
-    "llama-3.1-70b-int4": {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-                           "num_attention_heads": 64, "quantization_config": INT4},
-})
-FORMATS = ("bf16", "fp8", "fp8-blocks", "int8", "int4")
+WHOLE = {"bf16": "llama-3.1-8b", "fp8": "llama-3.1-8b-fp8", "fp8-blocks": "llama-3.1-8b-fp8-blocks",
+         "int8": "llama-3.1-8b-int8", "int4": "llama-3.1-8b-int4"}  # name in results -> shape
 IN_24GB = ("qwen3-32b-int4", "llama-3.1-70b-int4")
 
 
@@ -67,7 +43,7 @@ def many_rate(llm: LLM, output_len: int, seed: int) -> float:
 
 def whole(name: str, repeats: int) -> dict[str, Any]:
     """Measure a model that fits into device memory: one request, MANY requests, and prefill."""
-    with opened(name, max_num_seqs=MANY, max_model_len=LONG + 8, max_num_batched_tokens=LONG,
+    with opened(WHOLE[name], max_num_seqs=MANY, max_model_len=LONG + 8, max_num_batched_tokens=LONG,
                 enable_prefix_caching=False, graph_capture="start") as llm:
         decode_rate(llm, 512, 128, 0)
         many_rate(llm, 16, 0)
@@ -94,17 +70,17 @@ def tight(name: str, repeats: int) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--only", type=click.Choice([*FORMATS, *IN_24GB]), multiple=True, help="Models to run. [default: all]")
+@click.option("--only", type=click.Choice([*WHOLE, *IN_24GB]), multiple=True, help="Models to run. [default: all]")
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--output", default=None, metavar="FILE", help="Write the rates; 'results' is benchmarks/results/.")
 @click.option("--one", is_flag=True, hidden=True)
 def main(only: tuple[str, ...], repeats: int, output: str | None, one: bool) -> None:
     if one:
         (name,) = only
-        print("FOUND " + json.dumps(whole(name, repeats) if name in FORMATS else tight(name, repeats)), flush=True)
+        print("FOUND " + json.dumps(whole(name, repeats) if name in WHOLE else tight(name, repeats)), flush=True)
         return
     found: dict[str, Any] = {}
-    for name in only or (*FORMATS, *IN_24GB):
+    for name in only or (*WHOLE, *IN_24GB):
         command = [sys.executable, __file__, "--one", "--only", name, "--repeats", str(repeats)]
         try:
             ran = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)

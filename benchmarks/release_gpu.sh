@@ -26,6 +26,13 @@ run() {  # a benchmark, with its log next to its result
     return 1
 }
 
+lab() {  # an experiment of the lab, at most five minutes of it
+    local name=$1
+    shift
+    "$python" -c 'from spillover.cli.main import main; main()' lab run "$@" --scale gpu --time-limit 5min --max-blocks 3 \
+        --no-report --out "$out/lab-$name" --output-json "$out/$name.json"
+}
+
 part() {
     case $1 in
     suite)
@@ -37,15 +44,15 @@ part() {
             tests/gpu tests/engine tests/kernels tests/lab || failed=1
         wait $! || failed=1 ;;
     speed)
-        run dense default_speed.py --only qwen3-0.6b --only llama-3.1-8b --mode default --output "$out/dense.json" || failed=1
-        run mixtures default_speed.py --only qwen3-30b-a3b-fp8 --only gpt-oss-120b --mode default --output "$out/mixtures.json" || failed=1 ;;
+        lab w1 w1 --arms default || failed=1
+        lab w3 w3 --arms default || failed=1
+        lab prefill prefill --arms default || failed=1
+        for shape in gpt-oss-120b qwen3-30b-a3b-fp8; do
+            lab "w3-$shape" w3 --arms default --model "shape:$shape" || failed=1
+        done ;;
     quantized) run quantized quantized_models.py --only bf16 --only fp8-blocks --only fp8 --only int4 \
         --output "$out/quantized-models.json" || failed=1 ;;
-    speculation)
-        for requests in 1 64; do
-            run "head-$requests" speculation.py --model llama-3.1-8b --device cuda --gpu-memory 42GB --length 256 \
-                --simulate 0.8,0.6,0.4,0.28 --head --requests "$requests" --repeats 3 --output "$out/speculation-$requests.json" || failed=1
-        done ;;
+    speculation) lab speculation speculation || failed=1 ;;
     tiers) run tiers kv_tiers_gpu.py --model llama-3.1-8b --parts ttft --folder "$out" || failed=1 ;;
     *) echo "no such part: $1; there are suite, speed, quantized, speculation and tiers" >&2; exit 2 ;;
     esac

@@ -103,6 +103,13 @@ def test_what_is_misspelt_is_refused(change: dict[str, Any], message: str) -> No
         parse_experiment(tiers(**change))
 
 
+def test_a_mapping_may_take_over_the_keys_of_another() -> None:
+    document = parse_document("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}")
+    assert document == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
+    with pytest.raises(SpilloverError, match="'y' is given twice"):
+        parse_document("a: &a {x: 1}\nb: {<<: *a, y: 3, y: 4}")
+
+
 def test_a_key_that_comes_twice_and_what_is_no_document_are_refused() -> None:
     with pytest.raises(SpilloverError, match="'a' is given twice"):
         parse_document("arms: {a: 1, a: 2}")

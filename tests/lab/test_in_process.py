@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from spillover import LLM
 from spillover.bench.serving.batch_load import check_batch
 from spillover.bench.serving.load import LoadOptions
 from spillover.bench.serving.serve_request import ServeRequest
+from spillover.bench.serving.speculation_counters import speculation_metrics
 from spillover.bench.workloads.arrivals import Arrivals
+from spillover.cli.bench.batch_server import generate
 from spillover.errors import SpilloverError
 from spillover.lab.analysis import analysis_of
 from spillover.lab.engines import EngineSpec, make_engine
@@ -20,6 +23,7 @@ from spillover.lab.engines.shapes import model_path, shapes
 from spillover.lab.experiment import parse_experiment
 from spillover.lab.run import Bench, run_experiment
 from spillover.lab.traffic import ServedLoad
+from spillover.models.eagle3 import read_head
 from spillover.models.registry import architecture
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64,
@@ -81,14 +85,43 @@ def test_a_batch_is_all_at_once_or_one_after_another(at_once: int | None, found:
                        requests) == found
 
 
+def test_a_batch_reports_its_drafts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    flags = {name.replace("-", "_"): value for name, value in FLAGS.items()}
+    with LLM(str(tmp_path), speculative_simulate="1,1", speculative_adaptive=False, **flags) as llm:
+        body = {"prompts": [[1, 2, 3], [4, 5]], "output_lens": [8, 8], "one_by_one": False, "sampling": {},
+                "ignore_eos": True}
+        first, second = generate(llm, body), generate(llm, body)
+    for reply in (first, second):  # of one batch, not of all since the start
+        metrics = speculation_metrics(reply["counters"])
+        assert 2 * 2 <= metrics["spec_drafts"] <= 2 * 4
+        assert metrics["spec_acceptance_rate"] == 1
+        assert metrics["spec_simulated"] == 1
+        assert metrics["spec_verify_ms"] > 0
+        assert metrics["spec_acceptance_at_1"] == 1
+    with LLM(str(tmp_path), **flags) as llm:
+        assert generate(llm, body)["counters"] == {}
+
+
 @pytest.mark.parametrize("name", shapes())
 def test_a_shape_is_a_model_that_can_be_built(name: str) -> None:
     folder = model_path(f"shape:{name}")
     assert folder is not None
     config = json.loads((Path(folder) / "config.json").read_text())
-    built = architecture(config)
-    assert built.weight_specs(built.config(config))
+    if name.endswith("-eagle3"):
+        target = json.loads((shapes()[name.removesuffix("-eagle3")] / "config.json").read_text())
+        read_head(config, Path(folder), architecture(target).config(target), None)
+    else:
+        built = architecture(config)
+        assert built.weight_specs(built.config(config))
     assert folder in make_engine(EngineSpec("in-process", f"shape:{name}")).command(0)
+
+
+def test_a_shape_can_draft_for_another() -> None:
+    drafting = {"method": "eagle3", "model": "shape:llama-3.1-8b-eagle3"}
+    spec = EngineSpec("in-process", "shape:llama-3.1-8b", {"speculative-config": drafting})
+    flag = json.loads(make_engine(spec).command(0)[-1])
+    assert flag == {"method": "eagle3", "model": str(shapes()["llama-3.1-8b-eagle3"])}
 
 
 def test_a_shape_that_there_is_not_is_refused() -> None:

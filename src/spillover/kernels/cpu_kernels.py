@@ -43,11 +43,11 @@ class CpuKernels:
         scratch = torch.empty(rows * (hidden + width))
         library.attention_block(
             *(x.data_ptr(), residual.data_ptr(), w["input_norm"].data_ptr(), shape.eps, qkv.tensors[0].data_ptr()),
-            *(coded[0], _pointer(w.get("qkv_bias")), _pointer(q_norm), _pointer(w.get("k_norm"))),
+            *(coded[0], native.pointer(w.get("qkv_bias")), native.pointer(q_norm), native.pointer(w.get("k_norm"))),
             *(self.cos.data_ptr(), self.sin.data_ptr(), kv_layer.data_ptr(), stride),
             *(batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments),
-            *(shape.scale, window or 0, _pointer(w.get("sinks"))),
-            *(o.tensors[0].data_ptr(), coded[1], _pointer(w.get("o_bias"))),
+            *(shape.scale, window or 0, native.pointer(w.get("sinks"))),
+            *(o.tensors[0].data_ptr(), coded[1], native.pointer(w.get("o_bias"))),
             *(rows, hidden, heads, kv_heads, dim, batch.block_size, POOL_KINDS[batch.kv_dtype], scratch.data_ptr()),
         )
         return x, residual
@@ -63,8 +63,8 @@ class CpuKernels:
         scratch = torch.empty(rows * (hidden + 3 * inner))
         library.mlp_block(
             *(x.data_ptr(), residual.data_ptr(), w["mlp_norm"].data_ptr(), self.shape.eps),
-            *(gate_up.tensors[0].data_ptr(), coded[0], _pointer(w.get("gate_up_bias"))),
-            *(down.tensors[0].data_ptr(), coded[1], _pointer(w.get("down_bias"))),
+            *(gate_up.tensors[0].data_ptr(), coded[0], native.pointer(w.get("gate_up_bias"))),
+            *(down.tensors[0].data_ptr(), coded[1], native.pointer(w.get("down_bias"))),
             *(rows, hidden, inner, scratch.data_ptr()),
         )
         return x, residual
@@ -127,17 +127,16 @@ class LayerStack:
         self._limit = (routing.limit if routing is not None else None) or 0.0
         mlps = [_mlp(w, routing) for w in layers]
         self._records = torch.tensor([
-            [_pointer(w["input_norm"]), *_matrix(w["qkv"], w.get("qkv_bias")), _pointer(w.get("q_norm")),
-             _pointer(w.get("k_norm")), _pointer(w.get("sinks")), *_matrix(w["o"], w.get("o_bias")),
-             _pointer(w["mlp_norm"]), *mlp.gate_up, *mlp.down, kv.data_ptr(), group, window or 0, mlp.inner,
-             *mlp.mixture]
+            [native.pointer(w["input_norm"]), *_matrix(w["qkv"], w.get("qkv_bias")), native.pointer(w.get("q_norm")),
+             native.pointer(w.get("k_norm")), native.pointer(w.get("sinks")), *_matrix(w["o"], w.get("o_bias")),
+             native.pointer(w["mlp_norm"]), *mlp.gate_up, *mlp.down, kv.data_ptr(), group, window or 0, *mlp.record]
             for w, mlp, (kv, group), window in zip(layers, mlps, kv_layers, windows, strict=True)
         ], dtype=torch.int64)
         self._kv = kv_layers[0][0]
         self._normed = "q_norm" in layers[0]
         hidden = layers[0]["o"].shape.out_features
         self._row_floats = max(mlp.row_floats(hidden) for mlp in mlps)
-        self._scratch_floats = max(mlp.pair_floats(hidden) for mlp in mlps)
+        self._expert_floats = max(mlp.expert_floats(hidden) for mlp in mlps)
 
     @staticmethod
     def serves(layers: Sequence[LayerWeights]) -> bool:
@@ -159,7 +158,7 @@ class LayerStack:
         if library is None or stride is None or any(batch.cold is not None for batch in batches):
             return False
         rows, hidden = x.shape
-        if 4 * rows * self._scratch_floats > EXPERT_SCRATCH_BYTES:
+        if 4 * rows * self._expert_floats > EXPERT_SCRATCH_BYTES:
             return False
         width = (3 if self._normed else 2) * (heads + kv_heads) * dim
         scratch = torch.empty(rows * (hidden + max(width, self._row_floats)))
@@ -181,31 +180,31 @@ class LayerStack:
         return True
 
 
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 @dataclass(frozen=True)
 class _Mlp:
     """The fields of a layer's MLP in the records of native/block.cpp."""
 
-    gate_up: tuple[int, int, int]
+    gate_up: tuple[int, int, int]  # of the first expert in a mixture
     down: tuple[int, int, int]
     inner: int
-    # Router, its format and bias, strides of gate_up and down, number of experts, k, renormalize.
-    mixture: tuple[int, ...] = (0,) * 8
+    router: tuple[int, int, int] = (0, 0, 0)  # this and what follows: zeros in a dense layer
+    strides: tuple[int, int] = (0, 0)  # bytes from an expert's gate_up and down to those of the next
+    experts: int = 0
+    k: int = 0
+    renormalize: int = 0
 
     @property
-    def k(self) -> int:
-        return self.mixture[6]
+    def record(self) -> tuple[int, ...]:
+        """Return the fields after those of the KV."""
+        return (self.inner, *self.router, *self.strides, self.experts, self.k, self.renormalize)
 
-    def pair_floats(self, hidden: int) -> int:
+    def expert_floats(self, hidden: int) -> int:
         """Return the floats that a row takes to compute its experts; 0 in a dense layer."""
         return self.k * (2 * hidden + 3 * self.inner)
 
     def row_floats(self, hidden: int) -> int:
         """Return the floats that a row takes besides its normed input."""
-        return self.pair_floats(hidden) + 3 * self.k + self.mixture[5] if self.k else 3 * self.inner
+        return self.expert_floats(hidden) + 3 * self.k + self.experts if self.k else 3 * self.inner
 
 
 def _mlp(w: LayerWeights, routing: Routing | None) -> _Mlp:
@@ -216,9 +215,9 @@ def _mlp(w: LayerWeights, routing: Routing | None) -> _Mlp:
     assert isinstance(experts, ResidentExperts)
     assert routing is not None
     first, second = experts.first, experts.second
-    return _Mlp(_matrix(first.weight, first.bias), _matrix(second.weight, second.bias), second.width, (
-        *_matrix(w["router"], w.get("router_bias")), first.stride, second.stride, first.count, routing.k,
-        int(routing.renormalize)))
+    return _Mlp(_matrix(first.weight, first.bias), _matrix(second.weight, second.bias), second.width,
+                _matrix(w["router"], w.get("router_bias")), (first.stride, second.stride), first.count, routing.k,
+                int(routing.renormalize))
 
 
 def _mlp_matrices(w: LayerWeights) -> tuple[Linear | None, ...]:
@@ -234,4 +233,4 @@ def _mlp_matrices(w: LayerWeights) -> tuple[Linear | None, ...]:
 def _matrix(w: Linear, bias: Tensor | None) -> tuple[int, int, int]:
     """Return the address of a linear's panels, whether they are codes, and the address of its bias (0: none)."""
     assert w.format.native_codes is not None
-    return w.tensors[0].data_ptr(), w.format.native_codes, _pointer(bias)
+    return w.tensors[0].data_ptr(), w.format.native_codes, native.pointer(bias)

@@ -82,6 +82,8 @@ def _strict_loader() -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[Any] = set()
             for key_node, _ in node.value:
+                if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *name`, whose keys may be given again
+                    continue
                 key = self.construct_object(key_node, deep=True)
                 if not isinstance(key_node, yaml.ScalarNode):
                     raise yaml.constructor.ConstructorError(None, None, f"{key!r} cannot be a name",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from spillover.bench.records import Run
 from spillover.bench.serving.openai_api import BACKENDS, SAMPLING, Dialect, Kind
 from spillover.bench.workloads.workload_options import WorkloadOptions, truth
+from spillover.bench.workloads.workloads import WARMUP
 from spillover.errors import SpilloverError, did_you_mean
 from spillover.lab.experiment import LOAD_OPTIONS, Experiment, WorkloadSpec
 from spillover.lab.run_metrics import run_metrics
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from spillover.lab.engines import Running
 
 Truth = TypeVar("Truth", bool, None)
-WARMUP_REPEAT = -1
 WARMUP_SECONDS = 600.0
 
 
@@ -78,7 +78,7 @@ class ServedLoad:
         from spillover.bench.serving.load_processes import run_load
         from spillover.bench.workloads.arrivals import Arrivals
 
-        requests = _whole_sessions(self._workload(workload, running).requests(WARMUP_REPEAT), count)
+        requests = _whole_sessions(self._workload(workload, running).requests(WARMUP), count)
         if not requests:
             return 0
         most = min(len(requests), _count(workload.options, "max-concurrency") or len(requests))

@@ -9,6 +9,7 @@ import pytest
 from spillover.bench.serving.served_model import ServedModel
 from spillover.bench.workloads.make_workload import make_workload
 from spillover.bench.workloads.workload_options import DATASETS, FILES, WorkloadOptions
+from spillover.bench.workloads.workloads_recorded import custom
 from spillover.errors import SpilloverError
 from support.models.word_tokenizer import WordTokenizer
 
@@ -83,6 +84,15 @@ def test_a_workloads_options_are_told_from_others() -> None:
     workload, others = WorkloadOptions.split({"dataset-name": "random", "request-rate": 4, "num_prompts": 9})
     assert workload.num_prompts == 9
     assert others == {"request-rate": 4}
+
+
+def test_files_that_are_included_go_by_name() -> None:
+    for name in ("chats", "repetitive-chats"):
+        options = WorkloadOptions.from_mapping({"dataset-path": f"shipped:{name}"})
+        assert options.dataset == "custom"
+        assert len(custom(options.file, WordTokenizer()).requests(0)) >= 8
+    with pytest.raises(SpilloverError, match="no included file 'chat'; did you mean 'chats'"):
+        WorkloadOptions.from_mapping({"dataset-path": "shipped:chat"})
 
 
 def test_the_files_name_says_what_it_is(tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def test_a_repeat_keeps_the_token_that_begins_a_text_and_all_but_two_others(tmp_
         assert plain.prompt[1:3] != other.prompt[1:3]
 
 
+def test_a_warm_up_has_none_of_the_texts_that_are_measured(tmp_path: Path) -> None:
+    workload = sharegpt(write_talks(tmp_path, [[60, 5, 60, 5], [80, 30]]), WordTokenizer(), 2, turns=2, shuffle=False)
+    measured, warmup = workload.requests(0), workload.requests(WARMUP)
+    assert [len(request.prompt) for request in warmup] == [len(request.prompt) for request in measured]
+    texts = {request.prompt[at : at + 3] for request in measured for at in range(len(request.prompt) - 2)}
+    assert not any(request.prompt[at : at + 3] in texts for request in warmup for at in range(len(request.prompt) - 2))
+    assert workload.requests(WARMUP) == warmup
+
+
 def test_a_fixed_output_length_and_the_models_limit(tmp_path: Path) -> None:
     path = write_talks(tmp_path, [[10, 2], [50, 5], [99, 9]])
     requests = sharegpt(path, WordTokenizer(), 9, output_len=30, max_model_len=90).requests(0)

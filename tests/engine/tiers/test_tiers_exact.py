@@ -22,7 +22,7 @@ from support.pool_process import PoolProcess
 BLOCK = 8
 POOL = 40  # blocks: a tenth of what the conversations need
 PATIENCE = 120.0
-CONVERSATIONS = 200
+CONVERSATIONS = 120
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt_oss"])

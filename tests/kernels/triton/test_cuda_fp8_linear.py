@@ -168,9 +168,9 @@ def added_and_normed(x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor,
 ])
 def test_a_norm_in_the_product_after_it(case: str, inner: int, rows: int, cut: FewCut | None, gated: bool,
                                         dtype: torch.dtype) -> None:
-    values, scales = made(20, 256, inner, case == "blocks")
+    values, scales = made(20, 128, inner, case == "blocks")
     x, residual = inputs(21, rows, inner, dtype), inputs(22, rows, 2 * inner, dtype)[:, inner:]
-    norm, bias = inputs(23, 1, inner, dtype)[0], inputs(24, 1, 256, dtype)[0]
+    norm, bias = inputs(23, 1, inner, dtype)[0], inputs(24, 1, 128, dtype)[0]
     given = torch.tensor([0.01], device=DEVICE) if case == "static" else None
     both = add_norm_fp8_linear(x, residual, norm, EPS, values, scales, bias, gated, given, cut=cut)
     assert both is not None

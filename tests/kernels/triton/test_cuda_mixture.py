@@ -8,6 +8,7 @@ bit.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,8 +112,8 @@ def test_activations_larger_than_a_float16_are_multiplied_with_fp8_experts(launc
 
 
 # Rows per expert for which a tile uses other instructions, or a second tile is needed.
-@pytest.mark.parametrize(("shape", "rows"), [(shape, rows) for shape in SHAPES for rows in (8, 31)] +
-                         [(shape, 70) for shape in SMALL], ids=str)
+@pytest.mark.parametrize(("shape", "rows"), [*zip(SHAPES, itertools.cycle((8, 31))),
+                                             *((shape, 70) for shape in SMALL)], ids=str)
 def test_a_row_has_the_same_bits_whatever_the_tile(
         shape: tuple[str, int, int, bool], rows: int, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     x, scores, first, second, limit = made(shape, rows, experts=2)  # each expert gets all rows

@@ -54,7 +54,7 @@ def run_batch(requests: Sequence[ServeRequest], options: LoadOptions) -> Run:
     details = {**options.details, "arrival": "closed" if at_once == 1 else "burst", "url": options.base_url,
                "endpoint": PATH, "offered": len(requests), "not_sent": 0, "stopped": None}
     return Run(tuple(records), began, float(report["seconds"]), ClientHealth(),
-               steady_window(records, at_once == 1), {}, details)
+               steady_window(records, at_once == 1), report["counters"], details)
 
 
 def _record(index: int, request: ServeRequest, report: Mapping[str, Any]) -> RequestRecord:

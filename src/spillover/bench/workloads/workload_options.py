@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -32,6 +33,15 @@ OUTPUT_LEN = {RANDOM: "random_output_len", GSP: "gsp_output_len", PREFIX_REPETIT
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
+SHIPPED = "shipped:"  # before the name of a file of prompts that is part of the package
+
+
+def shipped() -> dict[str, Path]:
+    """Return the included files of prompts, by name."""
+    folder = Path(str(resources.files("spillover.bench"))) / "workloads" / "texts"
+    return {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
+
+
 def _flag(default: Any, text: str, *datasets: str) -> Any:
     """Make a field with its help. `datasets`: the datasets it applies to; none for all."""
     return field(default=default, metadata={"help": text, "datasets": datasets})
@@ -41,7 +51,8 @@ def _flag(default: Any, text: str, *datasets: str) -> Any:
 class WorkloadOptions:
     dataset_name: str | None = _flag(None, f"Where requests come from: {', '.join(DATASETS)}. [default: by the file of "
                                      "--dataset-path, .json sharegpt, .jsonl custom; without one random]")
-    dataset_path: str | None = _flag(None, "File of conversations (ShareGPT JSON), prompts (JSONL) or a trace.", *FILES)
+    dataset_path: str | None = _flag(None, "File of conversations (ShareGPT JSON), prompts (JSONL) or a trace; "
+                                     f"{' and '.join(SHIPPED + name for name in shipped())} are included.", *FILES)
     num_prompts: int = _flag(1000, "Number of requests; for conversations, lines and traces the maximum.", *COUNTED)
     seed: int = _flag(0, "Seed of lengths, tokens and arrivals.")
     tokenizer: str | None = _flag(None, "Model folder or GGUF file whose tokenizer to use. [default: the server's]")
@@ -148,7 +159,7 @@ class WorkloadOptions:
             return self.dataset_name
         if self.dataset_path is None:
             return RANDOM
-        return CUSTOM if self.dataset_path.endswith(".jsonl") else SHAREGPT
+        return CUSTOM if self.dataset_path.endswith(".jsonl") or self.dataset_path.startswith(SHIPPED) else SHAREGPT
 
     @property
     def limit(self) -> int | None:
@@ -161,6 +172,11 @@ class WorkloadOptions:
     def file(self) -> str:
         if self.dataset_path is None:
             raise SpilloverError(f"--dataset-name {self.dataset} needs --dataset-path")
+        if self.dataset_path.startswith(SHIPPED):
+            name = self.dataset_path.removeprefix(SHIPPED)
+            if name not in shipped():
+                raise SpilloverError(f"there is no included file '{name}'{did_you_mean(name, shipped(), listed=True)}")
+            return str(shipped()[name])
         return str(Path(self.dataset_path).expanduser())
 
     def _checked(self) -> WorkloadOptions:

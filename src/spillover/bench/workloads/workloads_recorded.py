@@ -2,13 +2,15 @@
 
 The texts are the same in every repeat, so a prefix cache could serve the second repeat from the first. From repeat 1
 on, the first tokens of every prompt are therefore replaced by others, the same for all prompts of a repeat: lengths and
-sharing stay, and no block of an earlier repeat matches.
+sharing stay, and no block of an earlier repeat matches. A warm-up has random tokens of the same lengths, so that a
+drafter that learns from earlier answers has not seen those that are measured.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.serving.served_model import TextTokenizer
 from spillover.bench.workloads.sharing import Part, token_parts
 from spillover.bench.workloads.workload_stats import Shape, WorkloadStats, measure
-from spillover.bench.workloads.workloads import Vocabulary, check_positive, is_usable, read_talks
+from spillover.bench.workloads.workloads import WARMUP, Vocabulary, check_positive, is_usable, read_talks
 from spillover.errors import SpilloverError
 
 OPENING = 2  # number of tokens replaced per repeat; the shortest prompt has 4
@@ -74,13 +76,17 @@ class RecordedWorkload:
         return measure(self.name, self.shapes, estimated=self.vocabulary is None, notes=self.notes)
 
     def _varied(self, record: Recorded, repeat: int) -> tuple[int, ...] | str:
-        if repeat == 0 or record.turn > 0:  # replacing tokens of the first turn changes the prefix of the whole session
+        first = record.turn == 0  # replacing tokens of the first turn changes the prefix of the whole session
+        if repeat == 0 or not (first or repeat == WARMUP):
             return record.prompt
         if isinstance(record.prompt, str):
-            return f"({repeat}) {record.prompt}"
+            return f"({repeat}) {record.prompt}" if first else record.prompt
         assert self.vocabulary is not None
         # A token that begins every text of the model stays in place.
         start = 1 if record.prompt[0] in self.vocabulary.special_ids and len(record.prompt) > 1 else 0
+        if repeat == WARMUP:
+            own = np.random.default_rng([self.seed, zlib.crc32(repr(record.prompt).encode())])
+            return record.prompt[:start] + self.vocabulary.draw(own, len(record.prompt) - start)
         opening = self.vocabulary.draw(np.random.default_rng([self.seed, repeat + 1]), OPENING)
         return (record.prompt[:start] + opening + record.prompt[start + OPENING :])[: len(record.prompt)]
 

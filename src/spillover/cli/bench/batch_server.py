@@ -9,12 +9,14 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
+from spillover.engine.output.outputs import NO_DRAFTS
 from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.errors import SpilloverError
 
 if TYPE_CHECKING:
     from spillover.engine.llm import LLM
     from spillover.engine.output.outputs import RequestOutput
+    from spillover.engine.speculation.speculator import SpeculationStats
 
 
 def serve_batches(llm: LLM, size: int, host: str, port: int) -> None:
@@ -77,14 +79,29 @@ def generate(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
     """Run a batch; return its seconds, and when each request arrived, gave its first token and finished."""
     params = [SamplingParams(max_tokens=length, ignore_eos=body["ignore_eos"], detokenize=False, **body["sampling"])
               for length in body["output_lens"]]
-    start = time.monotonic()
+    before, start = llm.stats().speculation, time.monotonic()
     if body["one_by_one"]:
         outputs = [llm.generate([prompt], [each], use_tqdm=False)[0]
                    for prompt, each in zip(body["prompts"], params, strict=True)]
     else:
         outputs = llm.generate(body["prompts"], params, use_tqdm=False)
     seconds = time.monotonic() - start
-    return {"seconds": seconds, "requests": [_request_json(output, start) for output in outputs]}
+    return {"seconds": seconds, "requests": [_request_json(output, start) for output in outputs],
+            "counters": _counters(outputs, before, llm.stats().speculation)}
+
+
+def _counters(outputs: list[RequestOutput], before: SpeculationStats | None,
+              after: SpeculationStats | None) -> dict[str, float]:
+    """Return the counters of speculation over a batch, by the names that `spill serve` has in /metrics."""
+    if before is None or after is None:
+        return {}
+    counts, label = sum((output.drafts for output in outputs), NO_DRAFTS), f"/{str(after.simulated).lower()}"
+    values = {"num_drafts": counts.drafts, "num_draft_tokens": counts.tokens, "num_accepted_tokens": counts.accepted,
+              "num_proposed_tokens": after.proposed - before.proposed,
+              "draft_milliseconds": 1e3 * (after.draft_seconds - before.draft_seconds),
+              "verify_milliseconds": 1e3 * (after.verify_seconds - before.verify_seconds),
+              **{f"num_accepted_tokens_per_pos/{position}": count for position, count in enumerate(counts.by_position)}}
+    return {f"spec_decode_{name}{label}": value for name, value in values.items()}
 
 
 def _request_json(output: RequestOutput, start: float) -> dict[str, Any]:

@@ -99,15 +99,11 @@ def expert_mlps(x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: 
     out, scratch = torch.empty_like(x), torch.empty(floats)
     library.expert_mlps(
         *(x.data_ptr(), ids.data_ptr(), shares.data_ptr(), out.data_ptr()),
-        *(first.values.data_ptr(), first.stride, _pointer(first.bias), coded[0]),
-        *(second.values.data_ptr(), second.stride, _pointer(second.bias), coded[1]),
+        *(first.values.data_ptr(), first.stride, native.pointer(first.bias), coded[0]),
+        *(second.values.data_ptr(), second.stride, native.pointer(second.bias), coded[1]),
         *(*ids.shape, hidden, inner, limit or 0.0, scratch.data_ptr()),
     )
     return out
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,

@@ -137,6 +137,11 @@ def serves(x: Tensor) -> bool:
     return x.is_cpu and x.dtype is torch.float32 and _load().library is not None
 
 
+def pointer(tensor: Tensor | None) -> int:
+    """Return a tensor's address as an argument of a kernel; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 @dataclass(frozen=True)
 class _Loaded:
     library: ctypes.CDLL | None

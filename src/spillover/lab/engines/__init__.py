@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,5 +48,8 @@ def missing(spec: EngineSpec) -> Missing | None:
 
 
 def with_path(spec: EngineSpec) -> EngineSpec:
-    """Return the spec with a model given as a shape replaced by its folder."""
-    return replace(spec, model=model_path(spec.model))
+    """Return the spec with models given as shapes, the drafting one too, replaced by their folders."""
+    args, drafting = dict(spec.args), spec.args.get("speculative-config")
+    if isinstance(drafting, Mapping) and "model" in drafting:
+        args["speculative-config"] = {**drafting, "model": model_path(drafting["model"])}
+    return replace(spec, model=model_path(spec.model), args=args)
