@@ -12,6 +12,7 @@ from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target
 from spillover.kernels.formats.grouped_int import GroupedInt, RoundedInt
 from spillover.kernels.formats.grouped_panels import GroupedPanels
+from spillover.kernels.formats.packed import CODES
 from spillover.kernels.linear import embedding, linear
 from spillover.kernels.quantize import round_to_int
 from spillover.models.weight_specs import Source, WeightSpec, kept_on
@@ -76,8 +77,8 @@ def test_a_cpu_keeps_what_fits_and_counts_it() -> None:
     assert kept(four, 512).nbytes("float32") == 64 * 512 // 2 + 64 * 4 * 8 + 128
     for odd in (kept(four, 320), kept(GroupedInt(4, 40, "float16"), 320), kept(four, 512, "bfloat16")):
         assert type(odd.format) is GroupedInt
-    assert kept(GroupedInt(8, 0, "float32"), 96).format.native_codes is True  # type: ignore[union-attr]
-    assert kept(GroupedInt(4, 32, "float16", ordered=True), 96).format.native_codes is None  # type: ignore[union-attr]
+    assert kept(GroupedInt(8, 0, "float32"), 96).format.panel_kind == CODES  # type: ignore[union-attr]
+    assert kept(GroupedInt(4, 32, "float16", ordered=True), 96).format.panel_kind is None  # type: ignore[union-attr]
 
 
 class Numbers:

@@ -35,19 +35,19 @@ class CpuKernels:
         qkv, o, q_norm = w["qkv"], w["o"], w.get("q_norm")
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         stride = native_block_stride(kv_layer, x, kv_heads, dim, batch)
-        coded = qkv.format.native_codes, o.format.native_codes
-        if library is None or stride is None or None in coded or batch.cold is not None:
+        kinds = qkv.format.panel_kind, o.format.panel_kind
+        if library is None or stride is None or None in kinds or batch.cold is not None:
             return self.attention_block_unfused(x, residual, w, kv_layer, batch, window, layer)
         rows, hidden = x.shape
         width = (2 if q_norm is None else 3) * (heads + kv_heads) * dim
         scratch = torch.empty(rows * (hidden + width))
         library.attention_block(
             *(x.data_ptr(), residual.data_ptr(), w["input_norm"].data_ptr(), shape.eps, qkv.tensors[0].data_ptr()),
-            *(coded[0], native.pointer(w.get("qkv_bias")), native.pointer(q_norm), native.pointer(w.get("k_norm"))),
+            *(kinds[0], native.pointer(w.get("qkv_bias")), native.pointer(q_norm), native.pointer(w.get("k_norm"))),
             *(self.cos.data_ptr(), self.sin.data_ptr(), kv_layer.data_ptr(), stride),
             *(batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments),
             *(shape.scale, window or 0, native.pointer(w.get("sinks"))),
-            *(o.tensors[0].data_ptr(), coded[1], native.pointer(w.get("o_bias"))),
+            *(o.tensors[0].data_ptr(), kinds[1], native.pointer(w.get("o_bias"))),
             *(rows, hidden, heads, kv_heads, dim, batch.block_size, POOL_KINDS[batch.kv_dtype], scratch.data_ptr()),
         )
         return x, residual
@@ -55,16 +55,16 @@ class CpuKernels:
     def mlp_block(self, x: Tensor, residual: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
         library = native.fused()
         gate_up, down = w["gate_up"], w["down"]
-        coded = gate_up.format.native_codes, down.format.native_codes
-        if library is None or None in coded:
+        kinds = gate_up.format.panel_kind, down.format.panel_kind
+        if library is None or None in kinds:
             return self.mlp_block_unfused(x, residual, w)
         rows, hidden = x.shape
         inner = down.shape.in_features
         scratch = torch.empty(rows * (hidden + 3 * inner))
         library.mlp_block(
             *(x.data_ptr(), residual.data_ptr(), w["mlp_norm"].data_ptr(), self.shape.eps),
-            *(gate_up.tensors[0].data_ptr(), coded[0], native.pointer(w.get("gate_up_bias"))),
-            *(down.tensors[0].data_ptr(), coded[1], native.pointer(w.get("down_bias"))),
+            *(gate_up.tensors[0].data_ptr(), kinds[0], native.pointer(w.get("gate_up_bias"))),
+            *(down.tensors[0].data_ptr(), kinds[1], native.pointer(w.get("down_bias"))),
             *(rows, hidden, inner, scratch.data_ptr()),
         )
         return x, residual
@@ -142,7 +142,7 @@ class LayerStack:
     def serves(layers: Sequence[LayerWeights]) -> bool:
         """Return whether all matrices are in a format that the native kernels multiply with, and all experts
         resident."""
-        return all(matrix is not None and matrix.format.native_codes is not None
+        return all(matrix is not None and matrix.format.panel_kind is not None
                    for w in layers for matrix in (w["qkv"], w["o"], *_mlp_matrices(w)))
 
     def run(self, x: Tensor, residual: Tensor, batches: Sequence[AttentionBatch],
@@ -188,7 +188,7 @@ class _Mlp:
     down: tuple[int, int, int]
     inner: int
     router: tuple[int, int, int] = (0, 0, 0)  # this and what follows: zeros in a dense layer
-    strides: tuple[int, int] = (0, 0)  # bytes from an expert's gate_up and down to those of the next
+    strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # from an expert to the next: of gate_up, its bias, and of down
     experts: int = 0
     k: int = 0
     renormalize: int = 0
@@ -216,7 +216,8 @@ def _mlp(w: LayerWeights, routing: Routing | None) -> _Mlp:
     assert routing is not None
     first, second = experts.first, experts.second
     return _Mlp(_matrix(first.weight, first.bias), _matrix(second.weight, second.bias), second.width,
-                _matrix(w["router"], w.get("router_bias")), (first.stride, second.stride), first.count, routing.k,
+                _matrix(w["router"], w.get("router_bias")),
+                (first.stride, first.bias_stride, second.stride, second.bias_stride), first.count, routing.k,
                 int(routing.renormalize))
 
 
@@ -231,6 +232,6 @@ def _mlp_matrices(w: LayerWeights) -> tuple[Linear | None, ...]:
 
 
 def _matrix(w: Linear, bias: Tensor | None) -> tuple[int, int, int]:
-    """Return the address of a linear's panels, whether they are codes, and the address of its bias (0: none)."""
-    assert w.format.native_codes is not None
-    return w.tensors[0].data_ptr(), w.format.native_codes, native.pointer(bias)
+    """Return the address of a linear's panels, their kind, and the address of its bias (0: none)."""
+    assert w.format.panel_kind is not None
+    return w.tensors[0].data_ptr(), w.format.panel_kind, native.pointer(bias)

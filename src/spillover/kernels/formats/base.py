@@ -87,7 +87,7 @@ class WeightFormat(ABC):
     keeps_linears: bool = True  # False: only experts stay in codes; other linears are dequantised at loading
     loads_stacks: bool = False  # whether `load` reads stacks [experts, ...] that are one tensor in the checkpoint
     begins_early: bool = False  # whether CUDA products begin before the previous kernel has completed
-    native_codes: bool | None = None  # True: panels of codes for native/block.cpp; False: of float32; None: neither
+    panel_kind: int | None = None  # kind of panels that native/products.h multiplies with: see packed.py; None: none
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)

@@ -69,6 +69,11 @@ class Fp8Block(WeightFormat):
         parts = zip(values.split_with_sizes(sizes), scales.split_with_sizes(tuple(map(blocks, sizes))), strict=True)
         return torch.cat([dequantize(value, scale, dtype) for value, scale in parts])
 
+    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
+        from spillover.kernels.formats.fp8_panels import Fp8Panels
+
+        return Fp8Panels(self, width)
+
     def host_code(self, dtype: torch.dtype) -> int | None:
         return 3
 

@@ -51,6 +51,11 @@ class Fp8Rows(WeightFormat):
     def dummy_tensor(self, field: Field, device: torch.device, random: torch.Generator) -> Tensor:
         return dummy_fp8(field, device, random)
 
+    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
+        from spillover.kernels.formats.fp8_panels import Fp8Panels
+
+        return Fp8Panels(self, width)
+
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         values, scales = w.tensors
         return (values.float() * scales[:, None]).to(dtype)

@@ -14,7 +14,7 @@ from spillover.kernels.arena import Arena
 from spillover.kernels.extents import CODE_BLOCK, CODE_PANEL
 from spillover.kernels.fields import ITEMSIZE, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader
-from spillover.kernels.formats.packed import Panels
+from spillover.kernels.formats.packed import CODES, Panels
 
 _HALF = CODE_PANEL // 2  # channels of half a panel
 _LISTS = 128  # bytes of the list of matrices before the panels, for at most three matrices
@@ -127,7 +127,7 @@ class GgufCodes(Panels):
 
     forms: tuple[CodeForm, ...]  # forms of the fused matrices
     quant_method = "gguf"
-    native_codes = True
+    panel_kind = CODES
 
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
         return (Field("panels", "uint8", (self._nbytes(shape),)),)

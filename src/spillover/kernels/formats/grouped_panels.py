@@ -12,7 +12,7 @@ from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader
 from spillover.kernels.formats.gguf_codes import Codes, GgufCodes, grouped_codes, grouped_form, pack_codes
 from spillover.kernels.formats.grouped_int import GroupedInt
-from spillover.kernels.formats.packed import Panels
+from spillover.kernels.formats.packed import CODES, Panels
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class GroupedPanels(Panels):
         return group % CODE_BLOCK == 0 == shape.in_features % group
 
     @property
-    def native_codes(self) -> bool | None:  # type: ignore[override]
-        return None if self.base.ordered else True  # block.cpp does not reorder columns
+    def panel_kind(self) -> int | None:  # type: ignore[override]
+        return None if self.base.ordered else CODES  # block.cpp does not reorder columns
 
     def _shapes(self, shape: LinearShape) -> list[LinearShape]:
         """Return the shapes of the linears that have their own tensor of panels."""

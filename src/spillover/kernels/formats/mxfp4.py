@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spillover.kernels import native
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat, register
 from spillover.kernels.formats.dense import DENSE
@@ -66,6 +67,11 @@ class Mxfp4(WeightFormat):
     def for_linear(self, name: str) -> WeightFormat:
         return DENSE
 
+    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
+        from spillover.kernels.formats.mxfp4_panels import Mxfp4Panels
+
+        return Mxfp4Panels(self) if native.multiplies_codes() and shape.in_features % GROUP == 0 else self
+
     def host_code(self, dtype: torch.dtype) -> int | None:
         return 4
 
@@ -76,6 +82,13 @@ MXFP4 = Mxfp4()
 def padded(groups: int) -> int:
     """Return the number of scales that a row has in memory: those of its `groups`, and padding."""
     return -(-groups // SCALE_PADDING) * SCALE_PADDING
+
+
+def halved_scales(codes: Tensor) -> Tensor:
+    """Return the halves of scales, uint8 -> bfloat16, for values that are stored doubled."""
+    exponent = codes.to(torch.int16)
+    bits = torch.where(exponent < 2, 32 << exponent, (exponent - 1) << 7)  # exponents 0 and 1 give subnormals
+    return bits.to(torch.int16).view(torch.bfloat16)
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

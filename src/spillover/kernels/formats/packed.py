@@ -1,4 +1,4 @@
-"""Panels of channels for the native kernels: float32 weights here, codes in gguf_codes."""
+"""Panels of channels for the native kernels: float32 weights here, codes in gguf_codes, FP8 in fp8_panels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
 from spillover.kernels.formats.dense import DENSE, Dense
 
+FLOATS, CODES, FP8 = range(3)  # kinds of panels, as numbered in native/products.h
 PIECE = 16 << 20  # bytes of a matrix that are widened at a time
 
 
 class Panels(WeightFormat):
     """A format of one tensor, panels of channels; those past the last channel are zero."""
 
-    native_codes: bool
+    panel_kind: int
 
     def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
         library = native.library()
@@ -35,11 +36,8 @@ class Panels(WeightFormat):
             x = x.contiguous()
         y = torch.empty(rows, n)
         offset = bias.data_ptr() if bias is not None else None
-        given = x.data_ptr(), w.tensors[0].data_ptr(), offset, y.data_ptr(), rows, n, k
-        if self.native_codes:
-            library.coded_linear(*given)
-        else:
-            library.linear(*given)
+        product = (library.linear, library.coded_linear, library.fp8_linear)[self.panel_kind]
+        product(x.data_ptr(), w.tensors[0].data_ptr(), offset, y.data_ptr(), rows, n, k)
         return y
 
     def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
@@ -51,7 +49,7 @@ class Panels(WeightFormat):
             return self.embedding_lookup(ids, w)
         y = torch.empty(ids.shape[0], w.shape.in_features)
         given = ids.data_ptr(), w.tensors[0].data_ptr(), y.data_ptr(), *y.shape
-        if self.native_codes:
+        if self.panel_kind == CODES:
             library.coded_embedding(*given)
         else:
             library.embedding(*given)
@@ -69,7 +67,7 @@ class Packed(Panels):
     width: int
     base: Dense = DENSE  # format in which it is loaded
     quant_method = "packed"
-    native_codes = False
+    panel_kind = FLOATS
 
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
         return (Field("panels", dtype, (-(-shape.out_features // self.width), shape.in_features, self.width)),)

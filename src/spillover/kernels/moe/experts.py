@@ -51,6 +51,11 @@ class Experts:
         """Return the bytes from the values of an expert to those of the next."""
         return self.values.stride(0) * self.values.element_size()
 
+    @property
+    def bias_stride(self) -> int:
+        """Return the numbers from the bias of an expert to that of the next; 0 without biases."""
+        return 0 if self.bias is None else self.bias.stride(0)
+
     def expert(self, index: int, dtype: torch.dtype) -> Tensor:
         """Return one expert's dequantised weight [out, in]."""
         return self.weight.format.dequantize(self.weight.expert(index), dtype)

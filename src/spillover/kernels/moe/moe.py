@@ -90,17 +90,17 @@ def expert_mlps(x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: 
                 limit: float | None) -> Tensor:
     """Compute a mixture of these stacks on the CPU, as `moe` does: in one native call if their formats and the number
     of rows allow it, which gives the same bits."""
-    library, coded = native.fused(), (first.weight.format.native_codes, second.weight.format.native_codes)
+    library, kinds = native.fused(), (first.weight.format.panel_kind, second.weight.format.panel_kind)
     hidden, inner = x.shape[1], second.width
     floats = ids.numel() * (2 * hidden + 3 * inner)
-    if library is None or None in coded or x.dtype is not torch.float32 or 4 * floats > EXPERT_SCRATCH_BYTES:
+    if library is None or None in kinds or x.dtype is not torch.float32 or 4 * floats > EXPERT_SCRATCH_BYTES:
         return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
     x, ids, shares = x.contiguous(), ids.contiguous(), shares.contiguous()
     out, scratch = torch.empty_like(x), torch.empty(floats)
     library.expert_mlps(
         *(x.data_ptr(), ids.data_ptr(), shares.data_ptr(), out.data_ptr()),
-        *(first.values.data_ptr(), first.stride, native.pointer(first.bias), coded[0]),
-        *(second.values.data_ptr(), second.stride, native.pointer(second.bias), coded[1]),
+        *(first.values.data_ptr(), first.stride, native.pointer(first.bias), first.bias_stride, kinds[0]),
+        *(second.values.data_ptr(), second.stride, native.pointer(second.bias), second.bias_stride, kinds[1]),
         *(*ids.shape, hidden, inner, limit or 0.0, scratch.data_ptr()),
     )
     return out

@@ -7,6 +7,7 @@
 // page. With a single sequence it cannot run far enough ahead.
 #include <vector>
 
+#include "codes.h"
 #include "products.h"
 #include "team.h"
 #include "vector.h"
@@ -30,6 +31,18 @@ constexpr int64_t kRowBlockBytes = 1 << 19;  // maximum bytes of x that stay in 
 struct Shape {
     int64_t K, N;
 };
+
+// Stores a row of sums, `width` of them, with the bias added.
+inline void store_row(F (&sums)[kVectors], float* row, int64_t width, const float* bias) {
+    if (width == kPanel) {
+        for (int v = 0; v < kVectors; v++) {
+            if (bias) sums[v] += load<kLanes>(bias + v * kLanes);
+            store<kLanes>(row + v * kLanes, sums[v]);
+        }
+    } else {
+        for (int64_t n = 0; n < width; n++) row[n] = sums[n / kLanes][n % kLanes] + (bias ? bias[n] : 0.0f);
+    }
+}
 
 // ASK: number of cache lines to prefetch, from `next` on, while k advances by kStreams: one, or the same number in each
 // stream. `apart`: floats from one stream to the next.
@@ -66,17 +79,7 @@ void tile(const float* x, const float* panel, float* y, int64_t width, const flo
         }
     }
     for (; k < s.K; k++) step();
-    for (int t = 0; t < T; t++) {
-        float* row = y + t * s.N;
-        if (width == kPanel) {
-            for (int v = 0; v < kVectors; v++) {
-                if (bias) acc[t][v] += load<kLanes>(bias + v * kLanes);
-                store<kLanes>(row + v * kLanes, acc[t][v]);
-            }
-        } else {
-            for (int64_t n = 0; n < width; n++) row[n] = acc[t][n / kLanes][n % kLanes] + (bias ? bias[n] : 0.0f);
-        }
-    }
+    for (int t = 0; t < T; t++) store_row(acc[t], y + t * s.N, width, bias);
 }
 
 typedef void (*Tile)(const float*, const float*, float*, int64_t, const float*, const float*, int64_t, Shape);
@@ -116,11 +119,64 @@ void panel_product(const float* x, int64_t M, const float* panel, float* y, int6
     }
 }
 
-}  // namespace
+// Weights in float32: panels [K][kPanel].
+struct Floats {
+    static const void* panel(const void* w, int64_t index, Shape s) {
+        return static_cast<const float*>(w) + index * kPanel * s.K;
+    }
+    static void product(const float* x, int64_t M, const void* panel, float* y, int64_t width, const float* bias,
+                        const void* next, Shape s) {
+        panel_product(x, M, static_cast<const float*>(panel), y, width, bias, static_cast<const float*>(next), s);
+    }
+};
 
-extern "C" int64_t panel_width() { return kPanel; }
+// Weights in FP8: panels of float32 scales [blocks of kScaled rows of K][kPanel], and of codes [K][kPanel]. They are
+// widened to the floats scale * code, so the bits of a product are those of its dequantised weights.
+struct Fp8 {
+    static constexpr int64_t kScaled = 128, kAhead = 2048;  // kAhead: bytes by which codes are prefetched
 
-void linear_products(const Product* list, int64_t count, int64_t N, int64_t K) {
+    static const void* panel(const void* w, int64_t index, Shape s) {
+        return static_cast<const uint8_t*>(w) + index * kPanel * (ceil_div(s.K, kScaled) * 4 + s.K);
+    }
+    template <int T>
+    static void tile(const float* x, const void* panel, float* y, int64_t width, const float* bias, Shape s) {
+        F acc[T][kVectors] = {};
+        const float* scales = static_cast<const float*>(panel);
+        const uint8_t* codes = reinterpret_cast<const uint8_t*>(scales + ceil_div(s.K, kScaled) * kPanel);
+        for (int64_t begin = 0; begin < s.K; begin += kScaled, scales += kPanel) {
+            F by[kVectors];
+            for (int v = 0; v < kVectors; v++) by[v] = load<kLanes>(scales + v * kLanes) * Fp8Pool::kUnit;
+            const int64_t end = smaller(s.K, begin + kScaled);
+            for (int64_t k = begin; k < end; k++, codes += kPanel) {
+                F w[kVectors];
+                __builtin_prefetch(codes + kAhead);
+                for (int v = 0; v < kVectors; v++) w[v] = Fp8Pool::load<kLanes>(codes + v * kLanes) * by[v];
+                for (int t = 0; t < T; t++) {
+                    const float value = x[t * s.K + k];
+                    for (int v = 0; v < kVectors; v++) acc[t][v] += w[v] * value;
+                }
+            }
+        }
+        for (int t = 0; t < T; t++) store_row(acc[t], y + t * s.N, width, bias);
+    }
+    template <int... T>
+    static auto choose(int64_t rows, std::integer_sequence<int, T...>) {
+        static constexpr void (*tiles[])(const float*, const void*, float*, int64_t, const float*, Shape) = {tile<T + 1>...};
+        return tiles[rows - 1];
+    }
+    static void product(const float* x, int64_t M, const void* panel, float* y, int64_t width, const float* bias,
+                        const void*, Shape s) {
+        const int64_t tiles = ceil_div(M, kTile);
+        for (int64_t i = 0, row = 0; i < tiles; i++) {
+            const int64_t rows = M / tiles + (i < M % tiles);
+            choose(rows, std::make_integer_sequence<int, kTile>{})(x + row * s.K, panel, y + row * s.N, width, bias, s);
+            row += rows;
+        }
+    }
+};
+
+template <class Form>
+void products(const Product* list, int64_t count, int64_t N, int64_t K) {
     struct Block {  // rows of a product
         const Product* product;
         int64_t first, rows;
@@ -141,18 +197,29 @@ void linear_products(const Product* list, int64_t count, int64_t N, int64_t K) {
     }
     const Block* blocks = memory.data();
     const int64_t units = static_cast<int64_t>(memory.size()) * num_panels;
-    const auto panel = [&](int64_t unit) {
-        return static_cast<const float*>(blocks[unit / num_panels].product->w) + unit % num_panels * kPanel * K;
-    };
+    const auto panel = [&](int64_t unit) { return Form::panel(blocks[unit / num_panels].product->w, unit % num_panels, s); };
     share(units, [&](int64_t unit, int thread) {
         const Block& block = blocks[unit / num_panels];
         const Product& p = *block.product;
         const int64_t n = unit % num_panels * kPanel;
         // Prefetch the next unit of this thread's range, if any: prefetching another thread's would waste bandwidth.
         const bool last = unit + 1 == units || unit + 1 == range_begin(units, thread + 1, threads);
-        panel_product(p.x + block.first * K, block.rows, panel(unit), p.y + block.first * N + n, smaller(kPanel, N - n),
+        Form::product(p.x + block.first * K, block.rows, panel(unit), p.y + block.first * N + n, smaller(kPanel, N - n),
                       p.bias ? p.bias + n : nullptr, panel(last ? unit : unit + 1), s);
     });
+}
+
+}  // namespace
+
+extern "C" int64_t panel_width() { return kPanel; }
+
+void linear_products(const Product* list, int64_t count, int64_t N, int64_t K) { products<Floats>(list, count, N, K); }
+void fp8_products(const Product* list, int64_t count, int64_t N, int64_t K) { products<Fp8>(list, count, N, K); }
+
+extern "C" void fp8_linear(const float* x, const uint8_t* panels, const float* bias, float* y, int64_t M, int64_t N,
+                           int64_t K) {
+    const Product product{x, panels, bias, y, M};
+    fp8_products(&product, 1, N, K);
 }
 
 extern "C" void linear(const float* x, const float* panels, const float* bias, float* y, int64_t M, int64_t N,

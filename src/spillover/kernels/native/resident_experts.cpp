@@ -20,12 +20,13 @@ struct Pair {
     int64_t expert, token, slot;  // slot: index among the token's experts
 };
 
-// A stack of linears, one of each expert: panels at `first`, and at every `stride` bytes after it; `coded`: of codes.
+// A stack of linears, one of each expert: panels of a kind at `first`, and at every `stride` bytes after it; likewise
+// biases, in floats, or null.
 struct Stack {
     const uint8_t* first;
     int64_t stride;
-    const float* bias;  // [experts, out], or null
-    int64_t coded;
+    const float* bias;
+    int64_t bias_stride, kind;
 
     void multiply(const std::vector<Pair>& pairs, const float* x, bool same_row, float* y, int64_t N, int64_t K) const {
         static thread_local std::vector<Product> list;
@@ -34,10 +35,10 @@ struct Stack {
         for (int64_t i = 0, end; i < count; i = end) {
             const int64_t expert = pairs[i].expert;
             for (end = i + 1; end < count && pairs[end].expert == expert;) end++;
-            list.push_back({same_row ? x : x + i * K, first + expert * stride, bias ? bias + expert * N : nullptr, y + i * N,
-                            end - i});
+            list.push_back({same_row ? x : x + i * K, first + expert * stride, bias ? bias + expert * bias_stride : nullptr,
+                            y + i * N, end - i});
         }
-        (coded ? coded_products : linear_products)(list.data(), list.size(), N, K);
+        products(kind, list.data(), list.size(), N, K);
     }
 };
 
@@ -82,9 +83,9 @@ extern "C" void route(const float* scores, int64_t T, int64_t E, int64_t k, int6
 // shares are [T, k]; negative ids are skipped. limit: of the clamped SwiGLU; 0: SiLU. scratch: T * k * (2 * hidden +
 // 3 * inner) floats.
 extern "C" void expert_mlps(const float* x, const int64_t* ids, const float* shares, float* out, const uint8_t* gate_up,
-                            int64_t gate_up_stride, const float* gate_up_bias, int64_t gate_up_coded,
-                            const uint8_t* down, int64_t down_stride, const float* down_bias, int64_t down_coded,
-                            int64_t T, int64_t k, int64_t hidden, int64_t inner, float limit, float* scratch) {
+                            int64_t gate_up_stride, const float* gate_up_bias, int64_t gate_up_bias_stride,
+                            int64_t gate_up_kind, const uint8_t* down, int64_t down_stride, const float* down_bias,
+                            int64_t down_bias_stride, int64_t down_kind, int64_t T, int64_t k, int64_t hidden, int64_t inner, float limit, float* scratch) {
     static thread_local std::vector<Pair> pairs;
     static thread_local std::vector<int64_t> places;  // for each token, the places of its pairs in ascending order
     pairs.clear();
@@ -110,8 +111,8 @@ extern "C" void expert_mlps(const float* x, const int64_t* ids, const float* sha
             std::copy(row, row + hidden, gathered + i * hidden);
         }, count * hidden > kParallel);
     }
-    const Stack first{gate_up, gate_up_stride, gate_up_bias, gate_up_coded};
-    const Stack second{down, down_stride, down_bias, down_coded};
+    const Stack first{gate_up, gate_up_stride, gate_up_bias, gate_up_bias_stride, gate_up_kind};
+    const Stack second{down, down_stride, down_bias, down_bias_stride, down_kind};
     first.multiply(pairs, T > 1 ? gathered : x, T == 1, both, 2 * inner, hidden);
     limit > 0 ? clamped_swiglu(both, active, count, inner, limit) : silu_and_mul(both, active, count, inner);
     second.multiply(pairs, active, false, result, hidden, inner);

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.formats.gguf_codes import CODE_FORMS, Codes
+from spillover.kernels.formats.mxfp4 import halved_scales
 
 _SUPER = 256  # columns of a block of Q4_K, Q5_K and Q6_K
 
@@ -82,10 +83,7 @@ def _six_k(blocks: Tensor) -> _Split:
 
 
 def _mxfp4(blocks: Tensor) -> _Split:
-    # 2**(x - 127) / 2 as the bits of bfloat16: the values are stored doubled. Exponents 0 and 1 give subnormals.
-    exponent = blocks[..., 0].to(torch.int16)
-    bits = torch.where(exponent < 2, 32 << exponent, (exponent - 1) << 7)
-    return _nibbles(blocks[..., 1:]), [bits.to(torch.int16).view(torch.bfloat16)], []
+    return _nibbles(blocks[..., 1:]), [halved_scales(blocks[..., 0])], []
 
 
 _SPLIT: dict[str, Callable[[Tensor], _Split]] = {
