@@ -23,7 +23,10 @@ from spillover.kernels.activation import (
     silu_and_mul_reference,
 )
 from spillover.kernels.attention import attention, attention_reference, store_kv, store_kv_reference
+from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.base import Linear
+from spillover.kernels.formats.fp8_block import FP8_BLOCK, blocks
+from spillover.kernels.formats.fp8_panels import Fp8Panels
 from spillover.kernels.formats.gguf_codes import grouped_codes, pack_codes, unpack_codes
 from spillover.kernels.formats.packed import pack
 from spillover.kernels.kv_quant import KVCodec, encode_blocks
@@ -77,6 +80,21 @@ def test_products_with_panels(neoverse: EmulatedLibrary) -> None:
         assert all(torch.equal(found[rows], found[17][:rows]) for rows in ROWS)
         ids = torch.randint(0, n, (20,))
         assert torch.equal(embedding(ids, packed), plain[ids])
+
+
+def test_products_with_fp8_are_those_of_the_dequantised_weights(neoverse: EmulatedLibrary) -> None:
+    for n, k in SHAPES:
+        shape = LinearShape((n,), k)
+        form = FP8_BLOCK.packed(native.panel_width(), shape)
+        assert isinstance(form, Fp8Panels)
+        codes = torch.arange(n * k).view(n, k).remainder(256).to(torch.uint8)
+        codes[codes & 127 == 127] = 0  # not a number
+        scales = torch.rand(blocks(n), blocks(k))
+        weight = Linear(form, shape, form.packed_tensors(shape, (codes.view(torch.float8_e4m3fn), scales)))
+        whole = pack(form.dequantize(weight, torch.float32))
+        for rows in ROWS:
+            x = torch.randn(rows, k)
+            assert torch.equal(linear(x, weight), linear(x, whole))
 
 
 def test_the_planner_counts_panels_as_these_cores_pack_them(neoverse: EmulatedLibrary) -> None:
