@@ -41,6 +41,17 @@ def test_products_are_those_of_the_dequantised_weights(base: Fp8Block | Fp8Rows,
             assert torch.equal(linear(x, w, added), linear(x, whole, added)), rows
 
 
+def test_what_is_not_a_number_stays_so_in_its_channel() -> None:
+    shape, random = LinearShape((40,), 300), torch.Generator().manual_seed(1)
+    form = FP8_BLOCK.packed(native.panel_width(), shape)
+    assert isinstance(form, Fp8Panels)
+    values, scales = FP8_BLOCK.dummy(shape, 0, TARGET, random)
+    values.view(torch.uint8)[7, 290] = 0xFF
+    found = linear(torch.randn(3, 300), Linear(form, shape, form.packed_tensors(shape, (values, scales))))
+    assert found.isnan().all(0).nonzero().flatten().tolist() == [7]
+    assert found.isnan().any(0).sum() == 1
+
+
 def test_made_up_experts_are_stacks_of_panels() -> None:
     shape = LinearShape((96,), 160)
     form = FP8_BLOCK.packed(native.panel_width(), shape)

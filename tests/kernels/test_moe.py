@@ -60,7 +60,8 @@ def test_a_row_has_the_same_bits_alone(dtype: torch.dtype) -> None:
 
 
 def stack(weights: torch.Tensor, bits: int, bias: torch.Tensor | None) -> Experts:
-    """Pack weights [E, N, K]: in float32 panels, or with `bits` in codes of that many."""
+    """Return a stack of the shape of weights [E, N, K]: these in float32 if `bits` is 0, otherwise random codes of
+    `bits` bits."""
     if not bits:
         packed = Packed(native.panel_width())
         linears = [Linear(packed, LinearShape((len(weight),), weight.shape[1]), (packed.pack(weight),))

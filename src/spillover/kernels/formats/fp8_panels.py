@@ -13,6 +13,8 @@ from spillover.kernels.formats.fp8_block import BLOCK, Fp8Block, blocks
 from spillover.kernels.formats.fp8_rows import Fp8Rows
 from spillover.kernels.formats.packed import FP8, Panels
 
+NAN = 0x7F  # code of NaN without its sign
+
 
 @dataclass(frozen=True)
 class Fp8Panels(Panels):
@@ -44,6 +46,9 @@ class Fp8Panels(Panels):
         codes[:rows] = values.view(torch.uint8)
         numbers = torch.zeros(len(codes), blocks(columns))
         numbers[:rows] = self._row_scales(shape, scales)
+        # The native product has no code for NaN; with a scale that is NaN the output is NaN as well.
+        odd = (codes & NAN == NAN).nonzero()
+        numbers[odd[:, 0], odd[:, 1] // BLOCK] = torch.nan
         parts = [part.view(-1, self.width, part.shape[1]).transpose(1, 2).contiguous().flatten(1).view(torch.uint8)
                  for part in (numbers, codes)]
         return (torch.cat(parts, 1),)

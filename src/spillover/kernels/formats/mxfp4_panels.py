@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader
 from spillover.kernels.formats.gguf_codes import CODE_FORMS, Codes, GgufCodes, pack_codes, unpack_codes
+from spillover.kernels.formats.grouped_int import unpack_nibbles
 from spillover.kernels.formats.mxfp4 import GROUP, Mxfp4, halved_scales
 from spillover.kernels.formats.packed import CODES, Panels
 
@@ -41,11 +41,9 @@ class Mxfp4Panels(Panels):
     def packed_tensors(self, shape: LinearShape, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the tensors of this format, made from those of MXFP4."""
         values, scales = tensors
-        codes = torch.stack((values & 15, values >> 4), -1).flatten(-2)
-        whole = Codes(FORM, codes, (halved_scales(scales[:, : shape.in_features // GROUP]),))
-        rows = [0, *torch.tensor(shape.output_sizes).cumsum(0).tolist()]
-        return pack_codes([whole.map(lambda tensor, first=first, end=end: tensor[first:end])  # type: ignore[misc]
-                           for first, end in itertools.pairwise(rows)]).tensors
+        whole = unpack_nibbles(values), halved_scales(scales[:, : shape.in_features // GROUP])
+        parts = zip(*(tensor.split_with_sizes(shape.output_sizes) for tensor in whole), strict=True)
+        return pack_codes([Codes(FORM, codes, (numbers,)) for codes, numbers in parts]).tensors
 
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         return unpack_codes(_coded(w)).to(dtype)

@@ -1,5 +1,5 @@
-// The two halves of a decoder layer, dense or a mixture of experts, each a sequence of the other kernels: Python between two kernels costs more
-// than a small kernel itself, most of all when a step has few rows.
+// The two halves of a decoder layer, dense or a mixture of experts, each a sequence of the other kernels: Python
+// between two kernels costs more than a small kernel itself, most of all when a step has few rows.
 #include "products.h"
 
 extern "C" {
@@ -108,8 +108,8 @@ struct Batch {
     int64_t table_stride, B;
 };
 
-// residual [T, hidden] += x; x = the mixture of norm(residual). limit: as in expert_mlps. scratch: T * (hidden + experts +
-// k * (3 + 2 * hidden + 3 * inner)) floats.
+// residual [T, hidden] += x; x = the mixture of norm(residual). limit: as in expert_mlps. scratch: T * (hidden + experts
+// + k * (3 + 2 * hidden + 3 * inner)) floats.
 static void mixture_block(float* x, float* residual, float eps, const Layer& l, int64_t T, int64_t hidden, float limit,
                           float* scratch) {
     int64_t* ids = reinterpret_cast<int64_t*>(scratch);  // [T, k]

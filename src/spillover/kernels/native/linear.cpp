@@ -161,7 +161,8 @@ struct Fp8 {
     }
     template <int... T>
     static auto choose(int64_t rows, std::integer_sequence<int, T...>) {
-        static constexpr void (*tiles[])(const float*, const void*, float*, int64_t, const float*, Shape) = {tile<T + 1>...};
+        typedef void (*Tile)(const float*, const void*, float*, int64_t, const float*, Shape);
+        static constexpr Tile tiles[] = {tile<T + 1>...};
         return tiles[rows - 1];
     }
     static void product(const float* x, int64_t M, const void* panel, float* y, int64_t width, const float* bias,
@@ -187,7 +188,8 @@ void products(const Product* list, int64_t count, int64_t N, int64_t K) {
     memory.clear();
     for (const Product* p = list; p < list + count; p++) {
         if (p->M == 0) continue;
-        // Split the rows if x exceeds its share of the cache, and further while there are too few panels for all threads.
+        // Split the rows if x exceeds its share of the cache, and further while there are too few panels for all
+        // threads.
         int64_t blocks = ceil_div(p->M * K * 4, kRowBlockBytes);
         while (num_panels * blocks * count < 4 * threads && p->M / (blocks * 2) >= 2 * kTile) blocks *= 2;
         for (int64_t block = 0; block < blocks; block++) {
@@ -197,7 +199,9 @@ void products(const Product* list, int64_t count, int64_t N, int64_t K) {
     }
     const Block* blocks = memory.data();
     const int64_t units = static_cast<int64_t>(memory.size()) * num_panels;
-    const auto panel = [&](int64_t unit) { return Form::panel(blocks[unit / num_panels].product->w, unit % num_panels, s); };
+    const auto panel = [&](int64_t unit) {
+        return Form::panel(blocks[unit / num_panels].product->w, unit % num_panels, s);
+    };
     share(units, [&](int64_t unit, int thread) {
         const Block& block = blocks[unit / num_panels];
         const Product& p = *block.product;

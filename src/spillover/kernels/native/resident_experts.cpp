@@ -1,5 +1,6 @@
-// A mixture of experts that are resident on a CPU: the choice of experts, and their products, all of one kind at once, as
-// those of one expert are too small for many threads, and Python between two of them costs more than one with few rows.
+// A mixture of experts that are resident on a CPU: the choice of experts, and their products, all of one kind at once,
+// as those of one expert are too small for many threads, and Python between two of them costs more than one with few
+// rows.
 #include <algorithm>
 #include <vector>
 
@@ -35,8 +36,8 @@ struct Stack {
         for (int64_t i = 0, end; i < count; i = end) {
             const int64_t expert = pairs[i].expert;
             for (end = i + 1; end < count && pairs[end].expert == expert;) end++;
-            list.push_back({same_row ? x : x + i * K, first + expert * stride, bias ? bias + expert * bias_stride : nullptr,
-                            y + i * N, end - i});
+            list.push_back({same_row ? x : x + i * K, first + expert * stride,
+                            bias ? bias + expert * bias_stride : nullptr, y + i * N, end - i});
         }
         products(kind, list.data(), list.size(), N, K);
     }
@@ -44,8 +45,8 @@ struct Stack {
 
 }  // namespace
 
-// Chooses the k experts with the highest scores [T, E] of each row, of equal ones the first; writes their ids and shares
-// [T, k]: their parts of the softmax over all experts, which `renormalize` scales to a sum of 1.
+// Chooses the k experts with the highest scores [T, E] of each row, of equal ones the first; writes their ids and
+// shares [T, k]: their parts of the softmax over all experts, which `renormalize` scales to a sum of 1.
 extern "C" void route(const float* scores, int64_t T, int64_t E, int64_t k, int64_t renormalize, int64_t* ids,
                       float* shares) {
     constexpr int kWidth = 4;  // the sums below have one order, whatever the width of the core's vectors
@@ -85,7 +86,8 @@ extern "C" void route(const float* scores, int64_t T, int64_t E, int64_t k, int6
 extern "C" void expert_mlps(const float* x, const int64_t* ids, const float* shares, float* out, const uint8_t* gate_up,
                             int64_t gate_up_stride, const float* gate_up_bias, int64_t gate_up_bias_stride,
                             int64_t gate_up_kind, const uint8_t* down, int64_t down_stride, const float* down_bias,
-                            int64_t down_bias_stride, int64_t down_kind, int64_t T, int64_t k, int64_t hidden, int64_t inner, float limit, float* scratch) {
+                            int64_t down_bias_stride, int64_t down_kind, int64_t T, int64_t k, int64_t hidden,
+                            int64_t inner, float limit, float* scratch) {
     static thread_local std::vector<Pair> pairs;
     static thread_local std::vector<int64_t> places;  // for each token, the places of its pairs in ascending order
     pairs.clear();
@@ -101,10 +103,10 @@ extern "C" void expert_mlps(const float* x, const int64_t* ids, const float* sha
     }
     const Pair* all = pairs.data();
     const int64_t* place = places.data();
-    float* gathered = scratch;               // [pairs, hidden]
-    float* both = gathered + count * hidden;  // [pairs, 2 * inner]
+    float* gathered = scratch;                 // [pairs, hidden]
+    float* both = gathered + count * hidden;   // [pairs, 2 * inner]
     float* active = both + count * 2 * inner;  // [pairs, inner]
-    float* result = active + count * inner;  // [pairs, hidden]
+    float* result = active + count * inner;    // [pairs, hidden]
     if (T > 1) {
         share(count, [=](int64_t i, int) {
             const float* row = x + all[i].token * hidden;
