@@ -255,6 +255,5 @@ def test_branches_are_on_where_their_number_is_chosen_by_what_pays_off() -> None
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_64_mixed_requests_are_the_same_with_branches_on_a_gpu(tmp_path: Path) -> None:
     write_text_model(tmp_path, spread=0.05, layers=6, hidden=(256, 512))
-    flags: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "gpu_memory": "4GB",
-                             "cpu_offload_gb": 4_000_000 / 2**30}
-    same_with_branches({"model": tmp_path}, {"streamed": {}}, **flags)
+    streamed = {"num_gpu_blocks_override": 400, "cpu_offload_gb": 4_000_000 / 2**30}
+    same_with_branches({"model": tmp_path}, {"streamed": streamed}, device="cuda", dtype="bfloat16", block_size=16)
