@@ -86,9 +86,10 @@ def time_codes(form: TileForm, rows: tuple[int, ...]) -> Iterator[dict[str, Any]
         halves = shape == "gate_up"
         for count in rows:
             x = torch.randn(count, inner, device="cuda").bfloat16()
-            chosen = cuda.choose_cut(count, channels // cuda.STRIP, inner // cuda.STEP, form, processors)
+            used = form.for_inputs(x.dtype)
+            chosen = cuda.choose_cut(count, channels // cuda.STRIP, inner // cuda.STEP, used, processors)
             cuts = [chosen] if count < 17 else [
-                cut for cut in cuda.many_cuts(count, inner // cuda.STEP, form)
+                cut for cut in cuda.many_cuts(count, inner // cuda.STEP, used)
                 if count <= 256 or (cut.rows >= 64 and cut.spread == 1) or cut == chosen]
             few = coded_linear(x[:8], tiles[0], form, halves=halves)  # computed by the kernel for few rows
             expected = coded_linear(x, tiles[0], form, halves=halves, cut=cuts[0])

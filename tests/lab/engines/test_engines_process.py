@@ -159,8 +159,8 @@ def test_running_out_of_memory_is_told_apart_from_a_crash() -> None:
 
 def test_an_engine_that_is_never_healthy_is_given_up(tmp_path: Path) -> None:
     children = tmp_path / "children"
-    with pytest.raises(EngineFailed, match=r"not healthy after 1 s"):
-        engine(ready_seconds=1, then="hang", children=children).start()
+    with pytest.raises(EngineFailed, match=r"not healthy after 5 s"):
+        engine(ready_seconds=5, then="hang", children=children).start()
     assert all(gone(pid) for pid in json.loads(children.read_text()))
 
 

@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @cache
 def _emulated(form: TileForm, dtype: torch.dtype, device: torch.device) -> EmulatedModule:
-    return EmulatedModule(cuda.SOURCE, form.options(dtype), late=True)
+    return EmulatedModule(cuda.SOURCE, form.for_inputs(dtype).options(dtype), late=True)
 
 
 @contextmanager

@@ -3,17 +3,20 @@
 // A tile is 16 channels by a step of 128 inputs, contiguous: codes, then scales (kernels/cuda/coded_linear.py packs
 // it). A lane's 32-bit words of codes are its left operands of mma.m16n8k16: one word for 16 inputs of 4 bits, two for
 // 8. Codes less their zeros, times UNIT, are exact in bfloat16 and float16. The inputs of a group (128 / GROUPS, or the
-// whole step) are summed from zero and, times the group's scale, added to the sum of a chunk in float32. A chunk is
-// a number of steps, and sums of chunks are added in order. Chunks are a constant of the matrix, so the bits do not
-// depend on which warps compute them, on the number of rows of x, or on whether mma or wgmma multiplies.
+// whole step) are summed from zero and, times the group's scale, added to the sum of a chunk in float32. FOLDED left
+// operands are weights instead, rounded to bfloat16, and a chunk is one sum. A chunk is a number of steps, and sums of
+// chunks are added in order. Chunks are a constant of the matrix, so the bits do not depend on which warps compute them,
+// on the number of rows of x, or on whether mma or wgmma multiplies.
 //
 // Defined at compilation: BITS per code, GROUPS per step (1, 2, 4 or 8), SCALES (below), ZEROS (a byte per channel and
 // group; otherwise the zero is half the range of a code), MIDDLE (where offsets exist, the number that a code at half
 // of its range stands for), X_BF16 (otherwise x is float16).
 #include "instructions.cuh"
 
-enum { HALF, BFLOAT, SINGLE, PAIR, SUPER, SIGNED };  // SCALES
+enum { HALF, BFLOAT, SINGLE, PAIR, SUPER, SIGNED, FOLDED_BFLOAT };  // SCALES
 constexpr bool OFFSETS = SCALES == PAIR || SCALES == SUPER;
+constexpr bool FOLDED = SCALES == FOLDED_BFLOAT;  // bfloat16 scales are factors of left operands
+static_assert(!FOLDED || (BITS == 4 && X_BF16 && !ZEROS), "scales are folded where this is exact up to one rounding");
 constexpr int STEP = 128;
 constexpr int VECTORS = BITS / 2;  // vectors of 16 bytes per lane in the codes of a tile
 constexpr int CODE_BYTES = VECTORS * 512;
@@ -46,11 +49,13 @@ DEV u32 word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j 
 // A code of up to 8 bits is the low bits of a number of the type of x whose other bits are zero: code * 2**-133 in
 // bfloat16, code * 2**-24 in float16. Times a power of two that the type holds, this is code * UNIT. Sums are of
 // products with such operands; a power of two changes no rounding, and store_sums divides by UNIT.
-constexpr float UNIT = X_BF16 ? 0x1p-6f : 0x1p-9f;
+constexpr float UNIT = FOLDED ? 0x1p-33f : X_BF16 ? 0x1p-6f : 0x1p-9f;
 constexpr u32 TO_UNIT = X_BF16 ? 0x7F007F00u : 0x78007800u;         // two factors, from the lowest bits
 constexpr u32 FOURTH_TO_UNIT = X_BF16 ? 0x7D007D00u : 0x68006800u;  // from the fourth bit on: a 16th of that
 constexpr u32 LESS_HALF = BITS == 4 ? (X_BF16 ? 0xBE00BE00u : 0xA400A400u) : (X_BF16 ? 0xC000C000u : 0xB400B400u);
 DEV u32 fma2(u32 a, u32 b, u32 c) { return X_BF16 ? fma_bf16x2(a, b, c) : fma_half2(a, b, c); }
+// FOLDED: powers of two that scales are multiplied by, which suit scales from 2**-90 to 2**27.
+constexpr u32 FOLDED_TO_UNIT = 0x71807180u, FOLDED_FOURTH = 0x6F806F80u, FOLDED_LESS = 0xB080B080u;  // 2**100, 2**96, -2**-30
 
 // The factors of a step's scales and offsets for a lane's two channels (SUPER and SIGNED).
 struct Factors { float scale[2], offset[2]; };
@@ -76,8 +81,9 @@ DEV float times_byte(float factor, u32 word, int which) {
     float product = fmaf(factor, __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440 + which)), -factor * LARGE);
     return SCALES == SIGNED ? fmaf(factor, -128.0f, product) : product;
 }
-// A group's numbers for a lane's two channels: `less`, which is added to codes * UNIT, scales, and offsets * UNIT.
-struct Group { u32 less[2]; float scale[2], offset[2]; };
+// A group's numbers for a lane's two channels: factors of codes in the lowest bits and from the fourth bit on, what is
+// added to these products, scales, and offsets * UNIT.
+struct Group { u32 low[2], fourth[2], less[2]; float scale[2], offset[2]; };
 DEV Group read_group(const u8* tile, const Factors& factors, int group, int g) {
     Group r;
     const u8* at = tile + CODE_BYTES + FACTOR_BYTES + (group * 8 + g) * PAIR_BYTES;
@@ -91,8 +97,14 @@ DEV Group read_group(const u8* tile, const Factors& factors, int group, int g) {
         const u32 own = i ? two.y : two.x;
         r.less[i] = ZEROS ? fma2((zeros >> 8 * i & 255) * 0x00010001u, TO_UNIT ^ 0x80008000u, 0) : LESS_HALF;
         r.offset[i] = 0;
+        r.low[i] = TO_UNIT, r.fourth[i] = FOURTH_TO_UNIT;
+        if (FOLDED) {
+            const u32 both = __byte_perm(two.x, 0, i ? 0x3232 : 0x1010);
+            r.low[i] = fma2(both, FOLDED_TO_UNIT, 0), r.fourth[i] = fma2(both, FOLDED_FOURTH, 0);
+            r.less[i] = fma2(both, FOLDED_LESS, 0);
+        }
         if (SCALES == HALF) r.scale[i] = from_half(two.x >> 16 * i & 0xFFFF);
-        if (SCALES == BFLOAT) r.scale[i] = __uint_as_float(i ? two.x & 0xFFFF0000u : two.x << 16);
+        if (SCALES == BFLOAT || FOLDED) r.scale[i] = __uint_as_float(i ? two.x & 0xFFFF0000u : two.x << 16);
         if (SCALES == SINGLE) r.scale[i] = __uint_as_float(own);
         if (SCALES == PAIR) r.scale[i] = from_half(own & 0xFFFF), r.offset[i] = from_half(own >> 16) * UNIT;
         if (SCALES == SUPER)
@@ -110,7 +122,7 @@ DEV void operand(u32 (&a)[4], const uint4 (&v)[VECTORS], int j, const Group& gro
     for (int i = 0; i < 4; i++) {
         if constexpr (BITS == 4) {
             u32 w = word_of(v[j / 4], j % 4) >> 8 * (i / 2);
-            a[i] = i & 1 ? fma2(w & 0x00F000F0u, FOURTH_TO_UNIT, group.less[1]) : fma2(w & 0x000F000Fu, TO_UNIT, group.less[0]);
+            a[i] = i & 1 ? fma2(w & 0x00F000F0u, group.fourth[1], group.less[1]) : fma2(w & 0x000F000Fu, group.low[0], group.less[0]);
         } else {
             u32 w = word_of(v[j / 2], j % 2 * 2 + i / 2);
             a[i] = fma2(i & 1 ? __byte_perm(w, 0, 0x4341) : w & 0x00FF00FFu, TO_UNIT, group.less[i & 1]);
@@ -278,6 +290,7 @@ DEV void few_rows(const Product& p, u8* room) {
                 for (int group = 0; group < GROUPS; group++) {
                     const Group numbers = read_group(here + turn * TILE, factors, group, lane / 4);
                     float dot[NT][4] = {}, own[4] = {};
+                    auto& sums_of = FOLDED ? acc : dot;
 #pragma unroll
                     for (int j = group * (8 / GROUPS); j < (group + 1) * (8 / GROUPS); j += 2) {
                         u32 a[4], b[4];
@@ -288,8 +301,8 @@ DEV void few_rows(const Product& p, u8* room) {
                             int in = turn * 2 + j / 4;
                             u32 from = NT == 1 ? rows_at[n][in % BOXES] : rows_at[n][0] + in * (ROWS * 128);
                             uint4 m = load_matrices(x + (from ^ (j % 4 * 32)));
-                            mma<X_BF16>(dot[n], a[0], a[1], a[2], a[3], m.x, m.y);
-                            if (GROUPS < 8) mma<X_BF16>(dot[n], b[0], b[1], b[2], b[3], m.z, m.w);
+                            mma<X_BF16>(sums_of[n], a[0], a[1], a[2], a[3], m.x, m.y);
+                            if (GROUPS < 8) mma<X_BF16>(sums_of[n], b[0], b[1], b[2], b[3], m.z, m.w);
                             if (OWN_SUMS && !ONE) {
                                 mma<X_BF16>(own, ONES, ONES, ONES, ONES, m.x, m.y);
                                 if (GROUPS < 8) mma<X_BF16>(own, ONES, ONES, ONES, ONES, m.z, m.w);
@@ -297,7 +310,7 @@ DEV void few_rows(const Product& p, u8* room) {
                         }
                     }
 #pragma unroll
-                    for (int n = 0; n < NT; n++) {
+                    for (int n = 0; n < NT && !FOLDED; n++) {
                         float2 sums = make_float2(own[0], own[1]);
                         if (ONE) sums.x = __shfl_sync(~0u, row_sums[group & 1], (turn * GROUPS + group) / 2);
                         if (SUMS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from ctypes import c_int, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +42,16 @@ class TileForm:
     scales: str  # type of scales: HALF, BFLOAT, SINGLE, PAIR, SUPER or SIGNED
     zeros: bool = False  # whether groups have zeros
     middle: int = 0  # with offsets, the number that the code at half the range stands for; 0: that code
+
+    def for_inputs(self, dtype: torch.dtype) -> TileForm:
+        """Return the form that kernels use for a type of x: bfloat16 scales of 4-bit codes are folded into the left
+        operands, which are then the weights rounded to bfloat16."""
+        folded = self.scales == "BFLOAT" and self.bits == 4 and not self.zeros and dtype is torch.bfloat16
+        return replace(self, scales="FOLDED_BFLOAT") if folded else self
+
+    @property
+    def folded(self) -> bool:
+        return self.scales == "FOLDED_BFLOAT"
 
     @property
     def offsets(self) -> bool:
@@ -228,16 +238,17 @@ class Cut(NamedTuple):
 
 
 class ManyCut(NamedTuple):
-    """The cut of a product of more rows: rows of a tile (NT * 8), its channels (64 each), and the number of blocks of a
-    cluster that share its chunks."""
+    """The cut of a product of more rows: rows of a tile (NT * 8), its channels (64 each), the number of blocks of a
+    cluster that share its chunks, and the teams of warpgroups that share those of a block."""
 
     tiles: int
     channels: int
     spread: int = 1
+    teams: int = 1
 
     @property
     def kernel(self) -> str:
-        return f"many_rows_{self.tiles}_{self.channels}"
+        return f"many_rows_{self.tiles}_{self.channels}_{self.teams}"
 
     @property
     def rows(self) -> int:
@@ -249,36 +260,40 @@ class ManyCut(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return (self.channels + 1) * 128
+        return (self.channels * self.teams + 1) * 128
 
-    @property
-    def slots(self) -> int:
+    def slots(self, form: TileForm) -> int:
         """Return the bytes that hold sums of chunks: their total, unless registers hold it, or all but a block's last,
         which uses the memory of stages."""
         if self.spread == 1:  # TOTALS in coded_many.cuh
-            return 0 if self.tiles * self.channels < 32 else self.slot
-        return self.slot * (CHUNKS // self.spread - 1)
+            return 0 if self.tiles * self.channels < (64 if form.folded and self.channels == 2 else 32) else self.slot
+        return self.slot * (CHUNKS // (self.spread * self.teams) - 1)
 
     @property
     def slot(self) -> int:
-        return self.tiles * self.channels * 2048
+        return self.tiles * self.channels * self.teams * 2048
 
     def stage(self, form: TileForm) -> int:
         """Return the bytes of a stage: a step's rows of x, tiles and sums of x, and barriers."""
         sums = form.groups * self.rows * 4 if form.offsets else 0
         return -(-(self.rows * STEP * 2 + self.strips * form.tile_bytes + sums) // 1024) * 1024 + 16
 
+    @property
+    def least_stages(self) -> int:
+        """Return the number of stages that a block needs: a team reads its next step before it releases one."""
+        return 2 * self.teams
+
     def stages(self, form: TileForm) -> int:
-        """Return the number of stages that fit into shared memory."""
-        return (SHARED - self.slots) // self.stage(form)
+        """Return the number of stages that fit into shared memory, as many for each team."""
+        return (SHARED - self.slots(form)) // self.stage(form) // self.teams * self.teams
 
     def shared(self, form: TileForm, stages: int) -> int:
         """Return the bytes of shared memory that a block takes."""
-        return self.slots + max(stages * self.stage(form), self.slot if self.spread > 1 else 0)
+        return self.slots(form) + max(stages * self.stage(form), self.slot if self.spread > 1 else 0)
 
     def serves(self, form: TileForm) -> bool:
         """Return whether enough stages fit into shared memory."""
-        return self.stages(form) >= 2
+        return self.stages(form) >= self.least_stages
 
     def at_once(self, processors: int) -> int:
         """Return the number of tiles that run at the same time: 30 clusters of 4 fit an H200 of 132 multiprocessors."""
@@ -288,23 +303,24 @@ class ManyCut(NamedTuple):
     def clocks(self, rows: int, strips: int, steps: int, form: TileForm, processors: int) -> float:
         """Estimate the clock cycles of a product, as fitted to an H200. A step is bound by the tensor cores, by the
         instructions that make operands and add sums, which overlap in part, or by copies: tiles from device memory, x
-        from the cache. With a single warpgroup, additions overlap with no products."""
+        from the cache."""
         row_tiles, box = -(-rows // self.rows), min(rows, self.rows)
         tiles = row_tiles * -(-strips // self.strips)
-        tensor = self.channels * 4 * max(self.rows, 52)
+        groups = self.channels * self.teams
+        tensor = groups * 4 * max(self.rows, 52)
         adds = form.groups * (5 * self.tiles * (2 if form.offsets else 1) + 8)
-        issue = self.channels * (5 if form.bits == 4 else 57) + max(self.channels, 2.5) * adds
-        copied = self.strips * form.tile_bytes / 97 / min(row_tiles, 2) + box * STEP * 2 / 59
+        issue = groups * 200 if form.folded else groups * (5 if form.bits == 4 else 57) + max(groups, 2.5) * adds
+        copied = self.teams * (self.strips * form.tile_bytes / 97 / min(row_tiles, 2) + box * STEP * 2 / 59)
         step = max(tensor, issue, copied) + 0.37 * min(tensor, issue)
-        own = min(steps, -(-steps // (CHUNKS * TURN)) * TURN * (CHUNKS // self.spread))
-        tile = own * step + 8300 + 12 * self.tiles * self.channels + 400 * (self.spread > 1)
+        own = min(steps, -(-steps // (CHUNKS * TURN)) * TURN * (CHUNKS // (self.spread * self.teams)))
+        tile = own * step + 8300 + 12 * self.tiles * groups + 400 * (self.spread > 1)
         return -(-tiles // self.at_once(processors)) * tile + 700
 
 
 FEW_CUTS = (Cut(1, 1, 8), Cut(1, 2, 4), Cut(2, 2, 4), Cut(2, 4, 2))
-MANY_CUTS = tuple(
-    ManyCut(tiles, channels, spread) for tiles, channels in ((4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (16, 2))
-    for spread in (1, 2, 4, 8) if (tiles * channels, spread) != (32, 2))  # sums of three chunks leave no stages
+MANY_CUTS = (*(ManyCut(tiles, channels, spread) for tiles, channels in ((4, 2), (4, 4), (8, 2), (8, 4), (16, 2))
+               for spread in (1, 2, 4, 8) if (tiles * channels, spread) != (32, 2)),  # three chunks leave no stages
+             ManyCut(8, 1, 2, 4))
 
 
 def choose_cut(rows: int, strips: int, steps: int, form: TileForm, processors: int) -> Cut | ManyCut:
@@ -325,7 +341,8 @@ def _choose_many_cut(rows: int, strips: int, steps: int, form: TileForm, process
 def many_cuts(rows: int, steps: int, form: TileForm) -> list[ManyCut]:
     """Return the cuts that can compute a product of more than FEW rows and are no larger than it needs."""
     chunks = -(-steps // (-(-steps // (CHUNKS * TURN)) * TURN))
-    least = next((cut.rows for cut in MANY_CUTS if cut.rows >= rows), MANY_CUTS[-1].rows)
+    sizes = sorted({cut.rows for cut in MANY_CUTS})
+    least = next((size for size in sizes if size >= rows), sizes[-1])
     return [cut for cut in MANY_CUTS if cut.rows <= least and cut.serves(form)
             and (cut.spread == 1 or CHUNKS // cut.spread < chunks)]
 
@@ -351,7 +368,7 @@ def coded_linear(x: Tensor, tiles: Tensor, form: TileForm, bias: Tensor | None =
     assert found is not None, "there are kernels"
     if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.contiguous()
-    count = processors(x.device)
+    form, count = form.for_inputs(x.dtype), processors(x.device)
     cut = cut or choose_cut(rows, tiles.shape[0], steps, form, count)
     sums_row = -(-rows // SUMS_ROWS) * SUMS_ROWS
     chunk = -(-steps // (CHUNKS * TURN)) * TURN
@@ -421,5 +438,6 @@ def kernels(form: TileForm, dtype: torch.dtype, device: torch.device) -> Module 
         return None
     capability = torch.cuda.get_device_capability(device)
     unsupported = "compute capability {}.{}, not {}.{}".format(*capability, *CAPABILITY)
-    return module_or_none(SOURCE, form.options(dtype), device, "weights in codes are dequantised for every product",
+    return module_or_none(SOURCE, form.for_inputs(dtype).options(dtype), device,
+                          "weights in codes are dequantised for every product",
                           "" if serves(capability, dtype) else unsupported)
