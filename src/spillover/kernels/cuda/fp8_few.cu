@@ -14,7 +14,7 @@
 #define fp8_linear add_rms_norm_fp8_linear
 #endif
 
-constexpr bool SPREAD = CLUSTER > 1, TOTALS = CHUNKS > 1 && !SPREAD, TWO_STEPS = BLOCKED && (ROWS <= 32 || GROUPS == 1);
+constexpr bool SPREAD = CLUSTER > 1, TOTALS = CHUNKS > 1 && !SPREAD, TWO_STEPS = BLOCKED && ROWS <= 32;
 constexpr int NT = ROWS / 8, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 32;
 constexpr int W_BYTES = GROUPS * 64 * STEP, X_BYTES = ROWS * STEP, STAGE = W_BYTES + (OWN_X ? 0 : X_BYTES);
 constexpr int BAND = 8;       // row tiles computed concurrently on the same channels, which then stay in the cache

@@ -269,8 +269,8 @@ def few_cuts(rows: int, shape: Shape, processors: int) -> tuple[FewCut, ...]:
         found.append(FewCut(width, 1, True, resident=3))
     elif shape.chunks > 1 and 2 * tiles <= processors and (narrow or shape.blocked):
         found.append(FewCut(width, 2, True, resident=2))
-    elif tiles > processors:  # tiles such that the sums of two blocks fit into registers
-        whole = FewCut(width, 2 if narrow or not shape.blocked else 1, resident=2)
+    elif tiles > processors and (narrow or not shape.blocked):  # the sums of two blocks fit into registers
+        whole = whole._replace(resident=2)
     return tuple(cut for cut in (*found, whole) if cut.fits(shape))
 
 
