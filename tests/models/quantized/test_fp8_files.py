@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from spillover.errors import CheckpointError
+from spillover.kernels import native
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats import fp8_block, mxfp4
 from spillover.kernels.formats.base import Linear, Target
@@ -94,6 +95,27 @@ def test_values_times_scales(case: str) -> None:
     assert isinstance(linear.format, Nvfp4) == (case == "modelopt NVFP4")
     assert not isinstance(paged.weights.parts["layers.1"]["down"].format, Nvfp4)
     assert_close(paged.step({"a": PROMPT})["a"], reference_logits(model, PROMPT))
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.describe())
+@pytest.mark.parametrize("case", ["vLLM", "modelopt rows", "modelopt blocks"])
+@torch.no_grad()
+def test_a_cpu_keeps_linears_in_codes_and_rounds_one_that_the_checkpoint_has_wide(case: str) -> None:
+    write, quantization = CASES[case]
+    model, config, tensors = quantized_model("llama", write, quantization, wanted=converted)
+    paged = PagedModel(StateDict(config, tensors))
+    wide, plain = (paged.weights.parts[f"layers.{layer}"]["down"] for layer in (0, 1))
+    assert isinstance(wide.format, Fp8Panels)
+    assert not isinstance(plain.format, Fp8Panels)
+    assert plain.nbytes > 3 * wide.nbytes
+    name = "model.layers.0.mlp.down_proj.weight"
+    exact = model.state_dict()[name] * 1.01
+    scales = [key for key in tensors if key.startswith(name) and key != name]
+    changed = {key: tensor for key, tensor in tensors.items() if key not in scales} | {name: exact}
+    found = PagedModel(StateDict(config, changed)).weights.parts["layers.0"]["down"]
+    assert isinstance(found.format, Fp8Panels)
+    made = found.format.dequantize(found, torch.float32)
+    assert 0 < (made - exact).abs().max() <= exact.abs().max() / 16
 
 
 @pytest.mark.parametrize(("case", "kept", "on_cuda"), [

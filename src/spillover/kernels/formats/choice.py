@@ -13,7 +13,7 @@ from torch import Tensor
 from spillover.errors import CheckpointError
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
-from spillover.kernels.formats.checkpoints.settings import module_of
+from spillover.kernels.formats.checkpoints.settings import is_head_or_router, module_of
 from spillover.kernels.formats.dense import DENSE, Dense
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ class FormatChoice(WeightFormat):
 
     def for_linear(self, name: str) -> WeightFormat:
         found = self.stored_as(module_of(name))
-        return found if found.keeps_linears else Dequantized(self, found)
+        if found.keeps_linears:
+            return found
+        # Checkpoints have heads and routers wide, even if their configuration does not say so; others may be rounded.
+        return Dequantized(self) if is_head_or_router(name) else Dequantized(self, found)
 
     def for_experts(self, names: Sequence[str]) -> WeightFormat:
         found = {self.stored_as(module_of(name)) for name in names}
@@ -48,7 +51,16 @@ class Dequantized(Dense):
     that a checkpoint did not quantise, though its configuration says so, is loaded as it is."""
 
     base: WeightFormat = DENSE
-    form: WeightFormat | None = None  # format of all matrices, which a CUDA device may keep instead; None: none
+    form: WeightFormat | None = None  # format of all matrices, which a device may keep instead; None: none
+
+    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
+        """Return panels of the codes of matrices that are all in one format of FP8, else of float32."""
+        from spillover.kernels.formats.fp8_block import Fp8Block
+        from spillover.kernels.formats.fp8_rows import Fp8Rows
+
+        if isinstance(self.form, Fp8Rows | Fp8Block):
+            return self.form.packed(width, shape)
+        return super().packed(width, shape)
 
     def on_cuda(self, shape: LinearShape) -> WeightFormat:
         from spillover.kernels.formats.fp8_cuda import Fp8Cuda

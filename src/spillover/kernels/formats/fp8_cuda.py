@@ -17,7 +17,6 @@ from spillover.kernels.cuda.fp8_linear import STEP, Shape
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
 from spillover.kernels.formats.checkpoints.settings import module_of
-from spillover.kernels.quantize import round_to_fp8
 
 if TYPE_CHECKING:
     from spillover.kernels.formats.fp8_block import Fp8Block
@@ -66,34 +65,14 @@ class Fp8Cuda(WeightFormat):
         return self.base.stored(name, rows, columns)
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
-        """Read the matrices; round a matrix that the checkpoint has in a wider type."""
-        from spillover.kernels.formats.choice import OneMatrix
+        from spillover.kernels.formats.fp8_load import load_or_round
 
-        values, scales = (torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=target.device)
-                          for field in self.base.fields(shape, target.dtype))
-        largest = torch.zeros(1)
-        row = scale_row = 0
-        for name, rows in reader.matrices:
-            one = LinearShape((rows,), shape.in_features)
-            if reader.dtype(name).itemsize > 1:
-                made = self._rounded(reader.read(Field(name, FLOATING, (rows, shape.in_features))).to(target.device))
-            else:
-                made = self.base.load(OneMatrix(reader, name, rows), one, target)
-            for whole, part, first in ((values, made[0], row), (scales, made[1], scale_row)):
-                whole[first : first + part.shape[0]] = part
-            row, scale_row = row + rows, scale_row + made[1].shape[0]
-            if self._static:
-                scale = Field(f"{module_of(name)}.input_scale", FLOATING, (1,), squeezed=True)
-                largest = torch.maximum(largest, reader.read(scale).float())
-        return (values, scales, *([largest.to(target.device)] if self._static else []))
-
-    def _rounded(self, weight: Tensor) -> tuple[Tensor, ...]:
-        from spillover.kernels.formats.fp8_block import quantize
-
-        if self._blocked:
-            return quantize(weight)
-        made = round_to_fp8(weight, torch.float32)
-        return made.codes, made.scales[:, 0]
+        tensors = load_or_round(self.base, reader, shape, target)
+        if not self._static:
+            return tensors
+        scales = [reader.read(Field(f"{module_of(name)}.input_scale", FLOATING, (1,), squeezed=True)).float()
+                  for name, _ in reader.matrices]
+        return *tensors, torch.stack(scales).amax(0).to(target.device)
 
     def dummy(self, shape: LinearShape, experts: int, target: Target, random: torch.Generator) -> tuple[Tensor, ...]:
         given = [torch.full((1,), DUMMY_INPUT_SCALE, device=target.device)] if self._static else []

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from spillover.kernels.arena import Arena
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader
 from spillover.kernels.formats.fp8_block import BLOCK, Fp8Block, blocks
+from spillover.kernels.formats.fp8_load import load_or_round
 from spillover.kernels.formats.fp8_rows import Fp8Rows
 from spillover.kernels.formats.packed import FP8, Panels
 
@@ -29,17 +31,19 @@ class Fp8Panels(Panels):
         return (Field("panels", "uint8", (-(-shape.out_features // self.width), self._panel_bytes(shape.in_features))),)
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
-        return self.base.stored(name, rows, columns)
+        return self.base.stored(name, rows, columns)[:1]  # a matrix in a wider type has no scales
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
-        return self.packed_tensors(shape, self.base.load(reader, shape, replace(target, arena=None)))
+        return self.packed_tensors(shape, load_or_round(self.base, reader, shape, target), target.arena)
 
     def dummy(self, shape: LinearShape, experts: int, target: Target, random: torch.Generator) -> tuple[Tensor, ...]:
         made = [self.packed_tensors(shape, self.base.dummy(shape, 0, target, random))[0] for _ in range(experts or 1)]
         return (torch.stack(made) if experts else made[0],)
 
-    def packed_tensors(self, shape: LinearShape, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the tensors of this format, made from those of `base`."""
+    def packed_tensors(self, shape: LinearShape, tensors: tuple[Tensor, ...],
+                       arena: Arena | None = None) -> tuple[Tensor, ...]:
+        """Return the tensors of this format, made from those of `base`. `arena`: allocator of panels that stay in
+        memory."""
         values, scales = tensors
         rows, columns = values.shape
         codes = torch.zeros(-(-rows // self.width) * self.width, columns, dtype=torch.uint8)
@@ -51,7 +55,10 @@ class Fp8Panels(Panels):
         numbers[odd[:, 0], odd[:, 1] // BLOCK] = torch.nan
         parts = [part.view(-1, self.width, part.shape[1]).transpose(1, 2).contiguous().flatten(1).view(torch.uint8)
                  for part in (numbers, codes)]
-        return (torch.cat(parts, 1),)
+        if arena is None:
+            return (torch.cat(parts, 1),)
+        panels = arena.empty(sum(part.numel() for part in parts) // 4).view(torch.uint8).view(len(parts[0]), -1)
+        return (torch.cat(parts, 1, out=panels),)
 
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         (panels,) = w.tensors

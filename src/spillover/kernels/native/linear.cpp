@@ -165,9 +165,29 @@ struct Fp8 {
         static constexpr Tile tiles[] = {tile<T + 1>...};
         return tiles[rows - 1];
     }
+    // Widens a panel of codes to floats, which a tile of rows would do anew.
+    static const float* widened(const void* panel, Shape s) {
+        static thread_local std::vector<float> memory;
+        memory.resize(s.K * kPanel + kLine);
+        float* floats = memory.data() + (-(reinterpret_cast<intptr_t>(memory.data()) / 4) & (kLine - 1));
+        const float* scales = static_cast<const float*>(panel);
+        const uint8_t* codes = reinterpret_cast<const uint8_t*>(scales + ceil_div(s.K, kScaled) * kPanel);
+        for (int64_t k = 0; k < s.K; k++, codes += kPanel) {
+            __builtin_prefetch(codes + kAhead);
+            for (int v = 0; v < kVectors; v++) {
+                const F by = load<kLanes>(scales + k / kScaled * kPanel + v * kLanes) * Fp8Pool::kUnit;
+                store<kLanes>(floats + k * kPanel + v * kLanes, Fp8Pool::load<kLanes>(codes + v * kLanes) * by);
+            }
+        }
+        return floats;
+    }
     static void product(const float* x, int64_t M, const void* panel, float* y, int64_t width, const float* bias,
                         const void*, Shape s) {
         const int64_t tiles = ceil_div(M, kTile);
+        if (tiles > 2) {
+            const float* floats = widened(panel, s);
+            return panel_product(x, M, floats, y, width, bias, floats, s);
+        }
         for (int64_t i = 0, row = 0; i < tiles; i++) {
             const int64_t rows = M / tiles + (i < M % tiles);
             choose(rows, std::make_integer_sequence<int, kTile>{})(x + row * s.K, panel, y + row * s.N, width, bias, s);

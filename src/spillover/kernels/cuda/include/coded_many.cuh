@@ -7,7 +7,7 @@ constexpr int EACH = 8 / GROUPS;  // operands per group
 template <int NT, int MADE>
 struct Work {
     static constexpr int AT_ONCE = EACH < MADE ? EACH : MADE, PARTS = EACH / AT_ONCE;  // AT_ONCE: operands made at once
-    float acc[NT][4], dot[NT][4];
+    float acc[NT][4], dot[NT][4];  // sums of a chunk and, unless FOLDED, of a group
     u32 a[2][AT_ONCE][4];
     uint4 codes[VECTORS];
     Factors factors;
@@ -21,7 +21,8 @@ struct Work {
             for (int i = 0; i < 4; i++) a[at][j][i] = kept(a[at][j][i]);  // computed here and not later
         }
     }
-    // Starts the products of the operands, into d or, with `more`, added to it. x: swizzled rows of 128 bytes, in groups of eight rows 1,024 bytes apart.
+    // Starts the products of the operands, into d or, with `more`, added to it. x: swizzled rows of 128 bytes, in groups
+    // of eight rows 1,024 bytes apart.
     __device__ __forceinline__ void multiply(float (&d)[NT][4], int at, int k, u32 x, bool more) {
         u64 table = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | x >> 4;
         wgmma_fence();

@@ -68,6 +68,11 @@ class Settings:
             raise self.unsupported(key, text, "regular expressions") from error
 
 
+def is_head_or_router(name: str) -> bool:
+    """Return whether a weight makes the logits of tokens or of experts."""
+    return module_of(name).rsplit(".", 1)[-1] in ("lm_head", "gate", "router")
+
+
 def module_of(name: str) -> str:
     """Return the module of a linear's tensor, as configurations name it."""
     return name.removesuffix(".weight")
