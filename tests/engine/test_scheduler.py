@@ -13,7 +13,7 @@ from spillover.engine.requests.request import Request, Status
 from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.scheduler import Scheduler
 from spillover.engine.scheduler_config import SchedulerConfig
-from spillover.engine.speculation.drafter import Draft
+from spillover.engine.speculation.drafters.drafter import Draft
 from spillover.engine.speculation.speculator import AdaptiveSpeculator, Speculator
 from spillover.engine.step import Phase
 from spillover.memory.connector import NullConnector

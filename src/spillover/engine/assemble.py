@@ -25,16 +25,16 @@ from spillover.engine.parallel.start import start_ranks
 from spillover.engine.planned import PlannedModel, Progress, plan_model, quiet
 from spillover.engine.scheduler import Scheduler
 from spillover.engine.scheduler_config import SchedulerConfig
-from spillover.engine.speculation.choose import draft_vocabulary, make_drafter
-from spillover.engine.speculation.draft_model import DraftModel
-from spillover.engine.speculation.drafter import Drafter
+from spillover.engine.speculation.drafters.choose import draft_vocabulary, make_drafter
+from spillover.engine.speculation.drafters.draft_model import DraftModel
+from spillover.engine.speculation.drafters.drafter import Drafter
+from spillover.engine.speculation.drafters.head_drafter import HeadDrafter
+from spillover.engine.speculation.drafters.own_blocks import OwnBlocks
+from spillover.engine.speculation.drafters.runner_drafter import RunnerDrafter, SharedBlocks
+from spillover.engine.speculation.drafters.vocabulary import DraftVocabulary
 from spillover.engine.speculation.expert_price import ExpertPrice
-from spillover.engine.speculation.head_drafter import HeadDrafter
 from spillover.engine.speculation.model_speculator import make_speculator
-from spillover.engine.speculation.own_blocks import OwnBlocks
-from spillover.engine.speculation.runner_drafter import RunnerDrafter, SharedBlocks
 from spillover.engine.speculation.speculator import Speculator
-from spillover.engine.speculation.vocabulary import DraftVocabulary
 from spillover.engine.step_cost import StepCost
 from spillover.engine.tiers import make_store, token_log
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from spillover.engine.speculation.vocabulary import DRAFT_VOCAB_FILE
+from spillover.engine.speculation.drafters.vocabulary import DRAFT_VOCAB_FILE
 from spillover.models.architectures import llama
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.config import ModelConfig

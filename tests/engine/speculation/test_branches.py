@@ -20,7 +20,7 @@ from spillover.engine.loop import LaunchedStep
 from spillover.engine.output.outputs import DraftCounts
 from spillover.engine.speculation.branches import Chain, LinkStats, Seconds, choose_branches
 from spillover.engine.speculation.config import SpeculativeConfig
-from spillover.engine.speculation.drafter import Alternative
+from spillover.engine.speculation.drafters.drafter import Alternative
 from spillover.engine.speculation.model_speculator import ModelSpeculator
 from spillover.engine.step import Step
 from spillover.errors import SpilloverError

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from spillover import LLM, SamplingParams
 from spillover.engine.output.outputs import DraftCounts
-from spillover.engine.speculation.draft_model import DraftModel
+from spillover.engine.speculation.drafters.draft_model import DraftModel
 from spillover.errors import SpilloverError
 from support.mixed_requests import COUNT, facts, params_of, prompts_of
 from support.models.text_model import write_text_model
@@ -138,7 +138,7 @@ def test_prefixes_are_drafted_from_within_one_salt_only(target: Path) -> None:
 
 def test_missing_kv_is_computed_some_rows_at_a_time(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt delays no step: a request has no draft until the draft model has computed its whole prompt."""
-    monkeypatch.setattr("spillover.engine.speculation.draft_model.CATCH_UP_ROWS", 16)
+    monkeypatch.setattr("spillover.engine.speculation.drafters.draft_model.CATCH_UP_ROWS", 16)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     with load(target, speculative_model=str(target), speculative_adaptive=False) as llm:
         draft, largest = draft_of(llm), []

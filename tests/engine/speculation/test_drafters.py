@@ -8,11 +8,11 @@ import pytest
 
 from spillover.engine.requests.request import Request
 from spillover.engine.requests.sampling_params import SamplingParams
-from spillover.engine.speculation import suffix
-from spillover.engine.speculation.drafter import Draft
-from spillover.engine.speculation.ngram import NgramDrafter
-from spillover.engine.speculation.simulated import SimulatedDrafter, num_accepted
-from spillover.engine.speculation.suffix import SuffixDrafter, TokenRing
+from spillover.engine.speculation.drafters import suffix
+from spillover.engine.speculation.drafters.drafter import Draft
+from spillover.engine.speculation.drafters.ngram import NgramDrafter
+from spillover.engine.speculation.drafters.simulated import SimulatedDrafter, num_accepted
+from spillover.engine.speculation.drafters.suffix import SuffixDrafter, TokenRing
 
 
 def request(tokens: list[int], salt: str | None = None, prompt: int = 1) -> Request:

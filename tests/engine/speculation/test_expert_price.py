@@ -14,7 +14,7 @@ from spillover import LLM
 from spillover.engine.requests.request import Request
 from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.speculation import speculator as rules
-from spillover.engine.speculation.drafter import Draft
+from spillover.engine.speculation.drafters.drafter import Draft
 from spillover.engine.speculation.expert_price import ExpertPrice
 from spillover.engine.speculation.speculator import AdaptiveSpeculator, Candidate
 from spillover.engine.step import Phase, Step, StepItem

@@ -19,7 +19,7 @@ from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.speculation import model_speculator, speculator
 from spillover.engine.speculation.costs import StepCosts
 from spillover.engine.speculation.draft_costs import DraftCosts, best_counts
-from spillover.engine.speculation.drafter import Draft
+from spillover.engine.speculation.drafters.drafter import Draft
 from spillover.engine.speculation.model_speculator import ModelSpeculator
 from spillover.engine.speculation.speculator import Candidate
 from spillover.engine.step import Phase, Step, StepItem

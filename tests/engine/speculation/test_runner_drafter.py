@@ -11,7 +11,7 @@ import pytest
 from spillover import LLM, SamplingParams
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.cpu.cpu_runner import CpuRunner
-from spillover.engine.speculation.runner_drafter import RunnerDrafter, SharedBlocks
+from spillover.engine.speculation.drafters.runner_drafter import RunnerDrafter, SharedBlocks
 from spillover.engine.speculation.speculator import AdaptiveSpeculator
 from spillover.engine.weights.placed import FixedWeights
 from spillover.kernels.formats.base import Linear, Weight

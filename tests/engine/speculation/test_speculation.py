@@ -15,7 +15,7 @@ import torch
 from spillover import LLM, SamplingParams
 from spillover.engine.output.outputs import DraftCounts
 from spillover.engine.requests.request import Request
-from spillover.engine.speculation.drafter import Draft, Drafter
+from spillover.engine.speculation.drafters.drafter import Draft, Drafter
 from spillover.engine.speculation.speculator import AdaptiveSpeculator
 from spillover.errors import SpilloverError
 from support.mixed_requests import COUNT, facts, params_of, prompts_of

@@ -13,7 +13,7 @@ from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.speculation import speculator as rules
 from spillover.engine.speculation.acceptance import Acceptance
 from spillover.engine.speculation.costs import StepCosts, best_drafts
-from spillover.engine.speculation.drafter import Draft
+from spillover.engine.speculation.drafters.drafter import Draft
 from spillover.engine.speculation.speculator import AdaptiveSpeculator, Candidate
 from spillover.engine.step import Phase, Step, StepItem
 

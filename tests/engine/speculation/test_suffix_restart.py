@@ -10,7 +10,7 @@ import pytest
 
 from spillover import LLM, SamplingParams
 from spillover.engine.output.outputs import DraftCounts, RequestOutput
-from spillover.engine.speculation.suffix import SuffixDrafter
+from spillover.engine.speculation.drafters.suffix import SuffixDrafter
 from spillover.memory.tiers.folder import TOKENS
 from support.models.text_model import write_text_model
 

@@ -16,8 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from spillover import LLM, SamplingParams
 from spillover.engine.requests.request import Request
-from spillover.engine.speculation.draft_model import DraftModel
-from spillover.engine.speculation.translation import TranslatedVocabulary
+from spillover.engine.speculation.drafters.draft_model import DraftModel
+from spillover.engine.speculation.drafters.translation import TranslatedVocabulary
 from spillover.models.tokenizer import Tokenizer
 from support.models.text_model import TEXT, write_text_model
 

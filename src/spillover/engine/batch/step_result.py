@@ -18,7 +18,7 @@ from spillover.engine.batch.sampler import (
     prompt_logprobs,
     to_position_logprobs,
 )
-from spillover.engine.speculation.simulated import num_accepted
+from spillover.engine.speculation.drafters.simulated import num_accepted
 from spillover.engine.step import NewRequest, Step, StepItem, StepResult, scored_positions
 from spillover.models.layers import Decoder
 from spillover.models.weights import Weights

@@ -20,7 +20,7 @@ import numpy as np
 
 from spillover.engine.speculation.acceptance import SURE
 from spillover.engine.speculation.costs import Numbers
-from spillover.engine.speculation.drafter import Alternative
+from spillover.engine.speculation.drafters.drafter import Alternative
 
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request

@@ -23,7 +23,7 @@ from spillover.engine.speculation.branches import (
 )
 from spillover.engine.speculation.costs import Numbers, StepCosts
 from spillover.engine.speculation.draft_costs import DraftCosts, best_counts
-from spillover.engine.speculation.drafter import Draft, Drafter
+from spillover.engine.speculation.drafters.drafter import Draft, Drafter
 from spillover.engine.speculation.expert_price import ExpertPrice
 from spillover.engine.speculation.speculator import (
     MOST_CREDIT,

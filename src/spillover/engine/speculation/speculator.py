@@ -18,7 +18,7 @@ import numpy as np
 from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts
 from spillover.engine.speculation.acceptance import Acceptance
 from spillover.engine.speculation.costs import Numbers, StepCosts, best_count, best_drafts
-from spillover.engine.speculation.drafter import NOTHING, Draft, Drafter, PrefixCachingDrafter
+from spillover.engine.speculation.drafters.drafter import NOTHING, Draft, Drafter, PrefixCachingDrafter
 from spillover.engine.speculation.expert_price import ExpertPrice, PricedCosts
 from spillover.engine.step import Phase, Step
 

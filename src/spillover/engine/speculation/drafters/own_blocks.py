@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from spillover.engine.requests.token_ids import TokenIds
-from spillover.engine.speculation.runner_drafter import Tables
+from spillover.engine.speculation.drafters.runner_drafter import Tables
 from spillover.memory.kv.kv_cache import KVCache
 
 if TYPE_CHECKING:

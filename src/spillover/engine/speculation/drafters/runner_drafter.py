@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from spillover.engine.output.outputs import PositionLogprobs
 from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.speculation.branches import Seed
-from spillover.engine.speculation.drafter import Alternative, Draft
+from spillover.engine.speculation.drafters.drafter import Alternative, Draft
 from spillover.engine.step import NewRequest, Phase, Step, StepItem
 
 if TYPE_CHECKING:

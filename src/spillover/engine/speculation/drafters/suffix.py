@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spillover.engine.speculation.drafter import NOTHING, Draft
-from spillover.engine.speculation.ngram import longest_matches
+from spillover.engine.speculation.drafters.drafter import NOTHING, Draft
+from spillover.engine.speculation.drafters.ngram import longest_matches
 from spillover.memory.kv.digest import root_digest
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from spillover.engine.speculation.drafter import NOTHING, Draft
+from spillover.engine.speculation.drafters.drafter import NOTHING, Draft
 
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request

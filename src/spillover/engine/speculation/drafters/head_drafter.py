@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from spillover.engine.speculation.drafter import NOTHING, Draft
+from spillover.engine.speculation.drafters.drafter import NOTHING, Draft
 from spillover.engine.step import DraftItem, HeadDrafts
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from spillover.engine.speculation.config import SpeculativeConfig
-from spillover.engine.speculation.drafter import Drafter
-from spillover.engine.speculation.ngram import NgramDrafter
-from spillover.engine.speculation.simulated import SimulatedDrafter
-from spillover.engine.speculation.suffix import SuffixDrafter
-from spillover.engine.speculation.translation import TranslatedVocabulary
-from spillover.engine.speculation.vocabulary import (
+from spillover.engine.speculation.drafters.drafter import Drafter
+from spillover.engine.speculation.drafters.ngram import NgramDrafter
+from spillover.engine.speculation.drafters.simulated import SimulatedDrafter
+from spillover.engine.speculation.drafters.suffix import SuffixDrafter
+from spillover.engine.speculation.drafters.translation import TranslatedVocabulary
+from spillover.engine.speculation.drafters.vocabulary import (
     DRAFT_VOCAB_FILE,
     DraftVocabulary,
     ReducedVocabulary,

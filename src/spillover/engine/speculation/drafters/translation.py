@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from spillover.engine.speculation.vocabulary import make_draft_request
+from spillover.engine.speculation.drafters.vocabulary import make_draft_request
 from spillover.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

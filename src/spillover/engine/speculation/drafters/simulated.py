@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from spillover.engine.speculation.drafter import Draft
+from spillover.engine.speculation.drafters.drafter import Draft
 
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request

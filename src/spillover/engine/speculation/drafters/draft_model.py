@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from spillover.engine.speculation.drafter import NOTHING, Draft
-from spillover.engine.speculation.own_blocks import OwnBlocks
-from spillover.engine.speculation.runner_drafter import Drafting, RunnerDrafter
-from spillover.engine.speculation.vocabulary import DraftVocabulary
+from spillover.engine.speculation.drafters.drafter import NOTHING, Draft
+from spillover.engine.speculation.drafters.own_blocks import OwnBlocks
+from spillover.engine.speculation.drafters.runner_drafter import Drafting, RunnerDrafter
+from spillover.engine.speculation.drafters.vocabulary import DraftVocabulary
 from spillover.plan.drafting import CATCH_UP_ROWS
 
 if TYPE_CHECKING:
