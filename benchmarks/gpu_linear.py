@@ -28,7 +28,7 @@ from spillover.kernels.cuda.driver.compiled import compile_ahead
 from spillover.kernels.cuda.driver.tensor_map import processors
 from spillover.kernels.cuda.fp8_linear import Cut, FewCut, Shape, fp8_linear
 from spillover.kernels.fields import Field
-from spillover.kernels.formats.fp8_block import dummy_fp8
+from spillover.kernels.formats.fp8 import dummy_fp8
 from spillover.kernels.triton.launch import pdl_options
 from spillover.kernels.triton.ordered_linear import ordered_linear
 

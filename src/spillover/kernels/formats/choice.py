@@ -54,25 +54,23 @@ class Dequantized(Dense):
     form: WeightFormat | None = None  # format of all matrices, which a device may keep instead; None: none
 
     def packed(self, width: int, shape: LinearShape) -> WeightFormat:
-        """Return panels of the codes of matrices that are all in one format of FP8, else of float32."""
-        from spillover.kernels.formats.fp8_block import Fp8Block
-        from spillover.kernels.formats.fp8_rows import Fp8Rows
-
-        if isinstance(self.form, Fp8Rows | Fp8Block):
-            return self.form.packed(width, shape)
-        return super().packed(width, shape)
+        """Return what the matrices' own format becomes, if it has panels; else those of float32."""
+        kept = self.form and self.form.packed(width, shape)
+        return kept if kept and kept != self.form else super().packed(width, shape)
 
     def on_cuda(self, shape: LinearShape) -> WeightFormat:
-        from spillover.kernels.formats.fp8_cuda import Fp8Cuda
+        kept = self.form and self.form.on_cuda(shape)
+        return kept if kept and kept != self.form else self
 
-        return (Fp8Cuda.of(self.form, shape) if self.form is not None else None) or self
+    def stored_as(self, module: str) -> WeightFormat:
+        return self.base.stored_as(module)
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
         """Return the first tensor alone, as the others may be missing."""
-        return self.base.stored_as(module_of(name)).stored(name, rows, columns)[:1]
+        return self.stored_as(module_of(name)).stored(name, rows, columns)[:1]
 
     def readable(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
-        listed = self.base.stored_as(module_of(name)).readable(name, rows, columns)
+        listed = self.stored_as(module_of(name)).readable(name, rows, columns)
         plain = Field(name, FLOATING, (rows, columns))
         return listed if any(tensor.name == name for tensor in listed) else (*listed, plain)
 
@@ -85,7 +83,7 @@ class Dequantized(Dense):
         return (whole,)
 
     def matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Tensor:
-        stored = self.base.stored_as(module_of(name))
+        stored = self.stored_as(module_of(name))
         if stored == DENSE or (reader.has(name) and reader.dtype(name).is_floating_point
                                and reader.dtype(name).itemsize > 1):
             return reader.read(Field(name, FLOATING, (rows, columns)))

@@ -8,25 +8,24 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.fields import FLOATING, Field, LinearShape
-from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.base import Linear, Target, TensorReader
 from spillover.kernels.formats.checkpoints.settings import module_of
+from spillover.kernels.formats.fp8 import Fp8Format, read_scale
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tile, invariant_tiles, tiles
 
 BLOCK = 128  # rows and columns that share a scale
 LARGEST = 448.0  # largest value of e4m3
-SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # names of a module's single scale: both multiply
-BELOW_2 = 0xBF  # mask that clears the top bit of the exponent: e4m3 is then below 2 and never NaN
 
 
 @dataclass(frozen=True)
-class Fp8Block(WeightFormat):
+class Fp8Block(Fp8Format):
     """A format: values float8_e4m3fn [N, K] and float32 scales [blocks of N, blocks of K]; each fused matrix begins
     a new block."""
 
     scale_name: str = "weight_scale_inv"  # name of a module's scales
     per_tensor: bool = False  # whether the checkpoint has one scale per matrix, which is kept for each block
-    activations: str = "dynamic"  # "dynamic": rounded to FP8 by their own scales; "none": not rounded
-    keeps_linears = False
+    activations: str = "dynamic"
+    blocked = True
     quant_method = "fp8_block"
     # The fastest tiles of those tried on an H200 with the shapes of Qwen3-30B-A3B. If an expert's rows need two tiles,
     # its weights are unpacked twice; a half empty tile costs less. The exponent shift of FP8 does not fit into float16.
@@ -60,19 +59,19 @@ class Fp8Block(WeightFormat):
             start, start_block = start + rows, start_block + blocks(rows)
         return values, scales
 
-    def dummy_tensor(self, field: Field, device: torch.device, random: torch.Generator) -> Tensor:
-        return dummy_fp8(field, device, random)
-
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         values, scales = w.tensors
         sizes = w.shape.output_sizes
         parts = zip(values.split_with_sizes(sizes), scales.split_with_sizes(tuple(map(blocks, sizes))), strict=True)
         return torch.cat([dequantize(value, scale, dtype) for value, scale in parts])
 
-    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
-        from spillover.kernels.formats.fp8_panels import Fp8Panels
+    def row_scales(self, shape: LinearShape, scales: Tensor) -> Tensor:
+        sizes = shape.output_sizes
+        return torch.cat([part.repeat_interleave(BLOCK, 0)[:size] for size, part in
+                          zip(sizes, scales.split_with_sizes(tuple(map(blocks, sizes))), strict=True)])
 
-        return Fp8Panels(self, width)
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize(weight)
 
     def host_code(self, dtype: torch.dtype) -> int | None:
         return 3
@@ -80,22 +79,6 @@ class Fp8Block(WeightFormat):
 
 FP8_BLOCK = Fp8Block()
 FP8_TENSOR = Fp8Block(per_tensor=True)
-
-
-def dummy_fp8(field: Field, device: torch.device, random: torch.Generator) -> Tensor:
-    """Return random values below 2, or random scales."""
-    if field.name == "scales":
-        made = torch.empty(field.shape, device=device)
-        return made.uniform_(0.5 * DUMMY_STD, 1.5 * DUMMY_STD, generator=random)
-    codes = torch.randint(0, 256, field.shape, dtype=torch.uint8, device=device, generator=random)
-    return codes.bitwise_and_(BELOW_2).view(torch.float8_e4m3fn)
-
-
-def read_scale(reader: TensorReader, name: str) -> Tensor:
-    """Read the single scale of a matrix."""
-    names = [f"{module_of(name)}.{scale}" for scale in SCALE_NAMES]
-    found = next((scale for scale in names if reader.has(scale)), names[0])
-    return reader.read(Field(found, FLOATING, (1,), squeezed=True)).float()
 
 
 def blocks(size: int) -> int:

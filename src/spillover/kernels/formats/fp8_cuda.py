@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ from spillover.kernels.cuda.fp8_linear import STEP, Shape
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
 from spillover.kernels.formats.checkpoints.settings import module_of
-
-if TYPE_CHECKING:
-    from spillover.kernels.formats.fp8_block import Fp8Block
-    from spillover.kernels.formats.fp8_rows import Fp8Rows
+from spillover.kernels.formats.fp8 import Fp8Format
+from spillover.kernels.formats.fp8_block import BLOCK
 
 log = logging.getLogger("spillover.kernels")
 
@@ -32,26 +29,17 @@ class Fp8Cuda(WeightFormat):
     """A format: the tensors of `base`, and the scale [1] of its inputs if the checkpoint has one. A row has the same
     bits whatever the other rows."""
 
-    base: Fp8Rows | Fp8Block
+    base: Fp8Format
     quant_method = "fp8_cuda"
 
     @classmethod
-    def of(cls, base: WeightFormat, shape: LinearShape) -> Fp8Cuda | None:
+    def of(cls, base: Fp8Format, shape: LinearShape) -> Fp8Cuda | None:
         """Return the format for a linear; None if activations must not be rounded, the matrix does not consist of whole
         tiles, or a tile would have weights with different scales."""
-        from spillover.kernels.formats.fp8_block import BLOCK, Fp8Block
-        from spillover.kernels.formats.fp8_rows import Fp8Rows
-
-        if not isinstance(base, Fp8Rows | Fp8Block) or base.activations == "none" or not _device_supported():
+        if base.activations == "none" or not _device_supported():
             return None
-        whole = isinstance(base, Fp8Rows) or all(size % BLOCK == 0 for size in shape.output_sizes[:-1])
+        whole = not base.blocked or all(size % BLOCK == 0 for size in shape.output_sizes[:-1])
         return cls(base) if whole and cuda.fits(shape.out_features, shape.in_features) else None
-
-    @property
-    def _blocked(self) -> bool:
-        from spillover.kernels.formats.fp8_block import Fp8Block
-
-        return isinstance(self.base, Fp8Block)
 
     @property
     def _static(self) -> bool:
@@ -65,9 +53,7 @@ class Fp8Cuda(WeightFormat):
         return self.base.stored(name, rows, columns)
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
-        from spillover.kernels.formats.fp8_load import load_or_round
-
-        tensors = load_or_round(self.base, reader, shape, target)
+        tensors = self.base.load_or_round(reader, shape, target)
         if not self._static:
             return tensors
         scales = [reader.read(Field(f"{module_of(name)}.input_scale", FLOATING, (1,), squeezed=True)).float()
@@ -91,7 +77,7 @@ class Fp8Cuda(WeightFormat):
         if not cuda.available(dtype, target.device):
             return
         _log_rounding()
-        shapes = [Shape(shape.out_features, shape.in_features, self._blocked, gated, normed) for shape, _ in linears
+        shapes = [Shape(shape.out_features, shape.in_features, self.base.blocked, gated, normed) for shape, _ in linears
                   for gated, normed in self._uses(shape)]
         cuda.prepare(shapes, dtype, target.device, most_rows)
 
@@ -139,7 +125,7 @@ class Fp8Cuda(WeightFormat):
     def _in_pairs(self, shape: LinearShape) -> bool:
         """Return whether the matrices are a gate and the one it gates, of sizes for a gated product."""
         sizes = shape.output_sizes
-        return len(sizes) == 2 and sizes[0] == sizes[1] and sizes[0] % (STEP if self._blocked else 32) == 0
+        return len(sizes) == 2 and sizes[0] == sizes[1] and sizes[0] % (STEP if self.base.blocked else 32) == 0
 
 
 @cache

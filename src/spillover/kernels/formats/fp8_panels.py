@@ -10,9 +10,8 @@ from torch import Tensor
 from spillover.kernels.arena import Arena
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader
-from spillover.kernels.formats.fp8_block import BLOCK, Fp8Block, blocks
-from spillover.kernels.formats.fp8_load import load_or_round
-from spillover.kernels.formats.fp8_rows import Fp8Rows
+from spillover.kernels.formats.fp8 import Fp8Format
+from spillover.kernels.formats.fp8_block import BLOCK, blocks
 from spillover.kernels.formats.packed import FP8, Panels
 
 NAN = 0x7F  # code of NaN without its sign
@@ -22,7 +21,7 @@ NAN = 0x7F  # code of NaN without its sign
 class Fp8Panels(Panels):
     """A format: panels of `width` channels as bytes: float32 scales [blocks of K, width], then codes [K, width]."""
 
-    base: Fp8Rows | Fp8Block
+    base: Fp8Format
     width: int
     quant_method = "fp8_panels"
     panel_kind = FP8
@@ -34,7 +33,7 @@ class Fp8Panels(Panels):
         return self.base.stored(name, rows, columns)[:1]  # a matrix in a wider type has no scales
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
-        return self.packed_tensors(shape, load_or_round(self.base, reader, shape, target), target.arena)
+        return self.packed_tensors(shape, self.base.load_or_round(reader, shape, target), target.arena)
 
     def dummy(self, shape: LinearShape, experts: int, target: Target, random: torch.Generator) -> tuple[Tensor, ...]:
         made = [self.packed_tensors(shape, self.base.dummy(shape, 0, target, random))[0] for _ in range(experts or 1)]
@@ -49,7 +48,7 @@ class Fp8Panels(Panels):
         codes = torch.zeros(-(-rows // self.width) * self.width, columns, dtype=torch.uint8)
         codes[:rows] = values.view(torch.uint8)
         numbers = torch.zeros(len(codes), blocks(columns))
-        numbers[:rows] = self._row_scales(shape, scales)
+        numbers[:rows] = self.base.row_scales(shape, scales)
         # The native product has no code for NaN; with a scale that is NaN the output is NaN as well.
         odd = (codes & NAN == NAN).nonzero()
         numbers[odd[:, 0], odd[:, 1] // BLOCK] = torch.nan
@@ -74,11 +73,3 @@ class Fp8Panels(Panels):
 
     def _panel_bytes(self, columns: int) -> int:
         return self.width * (4 * blocks(columns) + columns)
-
-    def _row_scales(self, shape: LinearShape, scales: Tensor) -> Tensor:
-        """Return the scales of each row [N, blocks of K]."""
-        if isinstance(self.base, Fp8Rows):
-            return scales[:, None]
-        sizes = shape.output_sizes
-        return torch.cat([part.repeat_interleave(BLOCK, 0)[:size] for size, part in
-                          zip(sizes, scales.split_with_sizes(tuple(map(blocks, sizes))), strict=True)])

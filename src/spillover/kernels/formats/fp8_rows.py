@@ -11,17 +11,19 @@ from torch import Tensor
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
 from spillover.kernels.formats.checkpoints.settings import module_of
-from spillover.kernels.formats.fp8_block import FP8_TENSOR, SCALE_NAMES, dummy_fp8, read_scale
+from spillover.kernels.formats.fp8 import SCALE_NAMES, Fp8Format, read_scale
+from spillover.kernels.formats.fp8_block import FP8_TENSOR
+from spillover.kernels.quantize import round_to_fp8
 
 
 @dataclass(frozen=True)
-class Fp8Rows(WeightFormat):
+class Fp8Rows(Fp8Format):
     """A format: values float8_e4m3fn [N, K] and float32 scales [N]."""
 
     per_row: bool = True  # whether the checkpoint has one scale per row; False: one per matrix
-    activations: str = "dynamic"  # "dynamic": rounded to FP8 by own scales; "static": by `input_scale`; "none": not
+    activations: str = "dynamic"
+    blocked = False
     quant_method = "fp8_rows"
-    keeps_linears = False
 
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
         return (Field("values", "float8_e4m3fn", (shape.out_features, shape.in_features)),
@@ -48,13 +50,12 @@ class Fp8Rows(WeightFormat):
         """Return the format of experts: with one scale per matrix that of blocks, which has a grouped product."""
         return self if self.per_row else FP8_TENSOR
 
-    def dummy_tensor(self, field: Field, device: torch.device, random: torch.Generator) -> Tensor:
-        return dummy_fp8(field, device, random)
+    def row_scales(self, shape: LinearShape, scales: Tensor) -> Tensor:
+        return scales[:, None]
 
-    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
-        from spillover.kernels.formats.fp8_panels import Fp8Panels
-
-        return Fp8Panels(self, width)
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        made = round_to_fp8(weight, torch.float32)
+        return made.codes, made.scales[:, 0]
 
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         values, scales = w.tensors
