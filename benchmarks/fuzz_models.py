@@ -39,7 +39,6 @@ from spillover.kernels.fields import FLOATING
 from spillover.kernels.formats.base import WeightFormat
 from spillover.kernels.formats.checkpoints.awq import AwqInt
 from spillover.kernels.formats.checkpoints.gptq import GptqInt
-from spillover.kernels.formats.choice import Dequantized
 from spillover.kernels.formats.dense import DENSE
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.fingerprint import weights_digest
@@ -378,7 +377,7 @@ def write_seeds(folder: Path) -> None:
 def stored(form: WeightFormat | None, name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the tensors that a checkpoint stores for one matrix: types and shapes by name."""
     module = name.removesuffix(".weight")
-    form = form.base.stored_as(module) if isinstance(form, Dequantized) else form
+    form = form and form.stored_as(module)
     if form is None or form == DENSE:
         return {name: ("F32", shape)}
     floating = "F16" if isinstance(form, AwqInt | GptqInt) else "F32"

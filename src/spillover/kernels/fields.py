@@ -27,6 +27,7 @@ class Field:
     dtype: str  # torch's name of the type, or FLOATING
     shape: tuple[int, ...]
     squeezed: bool = False  # whether a checkpoint may have the tensor with more or fewer dimensions of size 1
+    column_groups: bool = False  # whether it has the group of each column, for columns in activation order
 
     @property
     def nbytes(self) -> int:

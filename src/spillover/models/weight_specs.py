@@ -177,12 +177,8 @@ def _on_cuda(specs: WeightSpecs) -> WeightSpecs:
 
 def dequantized_experts(specs: WeightSpecs) -> WeightFormat | None:
     """Return the stored format of experts that are dequantised when loaded; None if there are none."""
-    from spillover.kernels.formats.batch_invariant import BatchInvariant
-    from spillover.kernels.formats.choice import Dequantized
-
-    formats = (spec.format for listed in specs.values() for spec in listed if spec.experts)
-    plain = (form.base if isinstance(form, BatchInvariant) else form for form in formats)
-    return next((form.base for form in plain if isinstance(form, Dequantized)), None)
+    formats = (spec.format for listed in specs.values() for spec in listed if spec.format and spec.experts)
+    return next((form.dequantized_from for form in formats if form.dequantized_from), None)
 
 
 def reformatted(specs: WeightSpecs, change: Callable[[WeightFormat], WeightFormat]) -> WeightSpecs:

@@ -85,6 +85,7 @@ class WeightFormat(ABC):
     quant_method: str  # name in config.json's quantization_config, or any other if checkpoints cannot have this format
     experts_only: bool = False  # whether checkpoints quantise experts only; other linears are dense
     keeps_linears: bool = True  # False: only experts stay in codes; other linears are dequantised at loading
+    ordered: bool = False  # whether columns are stored in activation order
     loads_stacks: bool = False  # whether `load` reads stacks [experts, ...] that are one tensor in the checkpoint
     begins_early: bool = False  # whether CUDA products begin before the previous kernel has completed
     panel_kind: int | None = None  # kind of panels that native/products.h multiplies with: see packed.py; None: none
@@ -197,6 +198,11 @@ class WeightFormat(ABC):
     def stored_as(self, module: str) -> WeightFormat:
         """Return the format in which a checkpoint of this format stores a module's matrix."""
         return self
+
+    @property
+    def dequantized_from(self) -> WeightFormat | None:
+        """Return the checkpoint's format of weights that are dequantised when they are loaded; None if they are not."""
+        return None
 
     def packed(self, width: int, shape: LinearShape) -> WeightFormat:
         """Return the format in which to keep a linear of this shape for the native kernels: panels of `width` channels

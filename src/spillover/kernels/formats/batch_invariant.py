@@ -25,6 +25,10 @@ class BatchInvariant(WeightFormat):
     def loads_stacks(self) -> bool:  # type: ignore[override]
         return self.base.loads_stacks
 
+    @property
+    def dequantized_from(self) -> WeightFormat | None:
+        return self.base.dequantized_from
+
     @cached_property
     def experts(self) -> GroupedGemm | None:
         return None if self.base.experts is None else self.base.experts.batch_invariant()

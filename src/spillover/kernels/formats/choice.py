@@ -62,6 +62,10 @@ class Dequantized(Dense):
         kept = self.form and self.form.on_cuda(shape)
         return kept if kept and kept != self.form else self
 
+    @property
+    def dequantized_from(self) -> WeightFormat:
+        return self.base
+
     def stored_as(self, module: str) -> WeightFormat:
         return self.base.stored_as(module)
 

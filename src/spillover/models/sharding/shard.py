@@ -244,8 +244,8 @@ def _matrix_cuts(spec: WeightSpec, source: Source, local: str, stored: str, whol
     found: Cuts = {}
     fields, names = spec.format.readable(stored, whole, columns), spec.format.readable(local, whole, columns)
     for index, (field, known) in enumerate(zip(fields, names, strict=True)):
-        if field.name.endswith("g_idx") and cut.columns is not None:
-            if _in_activation_order(spec.format, stored):
+        if field.column_groups and cut.columns is not None:
+            if spec.format.stored_as(module_of(stored)).ordered:
                 raise _refused(shard, stored, "its columns are in activation order (act-order)")
             found[known.name] = None
             continue
@@ -285,14 +285,6 @@ def _field_ranges(form: WeightFormat, index: int, name: str, field: Field, size:
         elif columns is not None and stored(size[0], part_columns)[dim] != length:
             ranges[dim] = cut(dim, (columns,), False)
     return ranges
-
-
-def _in_activation_order(form: WeightFormat, name: str) -> bool:
-    from spillover.kernels.formats.choice import Dequantized
-    from spillover.kernels.formats.grouped_int import GroupedInt
-
-    stored = form.base.stored_as(module_of(name)) if isinstance(form, Dequantized) else form
-    return isinstance(stored, GroupedInt) and stored.ordered
 
 
 def _refused(shard: Shard, name: str, why: str) -> SpilloverError:

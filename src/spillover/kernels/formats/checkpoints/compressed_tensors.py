@@ -40,7 +40,7 @@ class PackedInt(GroupedInt):
         if self.zeros:
             listed.append(Field(f"{module}.weight_zero_point", "int32", (-(-rows * self.bits // 32), groups)))
         if self.ordered:
-            listed.append(Field(f"{module}.weight_g_idx", "int32", (columns,)))
+            listed.append(Field(f"{module}.weight_g_idx", "int32", (columns,), column_groups=True))
         return tuple(listed)
 
     def read_matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Matrix:

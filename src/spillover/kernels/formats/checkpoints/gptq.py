@@ -56,7 +56,7 @@ class GptqInt(GroupedInt):
         )
 
     def _g_idx(self, module: str, columns: int) -> Field:
-        return Field(f"{module}.g_idx", "int32", (columns,))
+        return Field(f"{module}.g_idx", "int32", (columns,), column_groups=True)
 
     def _zeros(self, words: Tensor, rows: int) -> Tensor:
         """Return zeros uint8 [N, groups]. Writers subtract the one from whole words, so a zero of 0 borrows."""
