@@ -51,10 +51,10 @@ class Watcher:
     def arm_skipped(self, arm: Arm, why: str) -> None: ...
 
     def starting(self, arm: Arm) -> None:
-        """Called before waiting for an arm's server, until it is ready or `arm.spec.ready_seconds` have passed."""
+        """Note that an arm's server is waited for, until it is ready or `arm.spec.ready_seconds` have passed."""
 
     def arm_failed(self, arm: Arm, why: str) -> None:
-        """Called if an arm could not be started before the first run."""
+        """Note that an arm could not be started before the first run."""
 
     def block_begins(self, block: int, runs: int) -> None: ...
 
@@ -67,7 +67,7 @@ class Watcher:
     def visit_ends(self, visit: Visit, record: Mapping[str, Any]) -> None: ...
 
     def block_ends(self, found: Stop, seconds: float) -> None:
-        """Called after a block. `found`: what is decided so far; `seconds`: the duration of the block."""
+        """Note the end of a block. `found`: what is decided so far; `seconds`: the duration of the block."""
 
 
 @dataclass(frozen=True)
