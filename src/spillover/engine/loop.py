@@ -15,6 +15,7 @@ from spillover.engine.step import DraftItem, HeadDrafts, Step, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import SpilloverError
+from spillover.memory.spill.restore_plan import ComputeCost
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.layers import KVViews
 
@@ -104,6 +105,7 @@ class Engine:
         self.num_steps = 0
         self.slots_held = 0  # token slots in running requests' blocks, summed over steps
         self.slots_wasted = 0  # token slots without a token in these blocks, summed over steps
+        self.prefill_cost = ComputeCost(None)  # measured in this engine's steps
         self._overlap = overlap
         self._launched: LaunchedStep | None = None
         self._launched_at = 0.0  # monotonic time at which the step in flight was launched
@@ -187,6 +189,7 @@ class Engine:
             raise
         now = time.monotonic()
         seconds = now - max(started, self._ended_at)
+        self.prefill_cost.observe(ended.step.prefill_tokens, ended.step.num_tokens, seconds)
         self.scheduler.observe_step(ended.step, seconds)
         if self.on_step is not None:
             self.on_step(ended.step, seconds)

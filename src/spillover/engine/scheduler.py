@@ -24,7 +24,6 @@ from spillover.engine.speculation.speculator import NoSpeculation, Speculator
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult
 from spillover.memory.connector import KVConnector
 from spillover.memory.kv.kv_cache import KVCache
-from spillover.memory.spill.restore_plan import ComputeCost
 
 SHRINK_STEPS = 32  # steps between two checks for borrowed blocks that can be returned
 
@@ -40,7 +39,6 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission; the last is preempted first
         self.num_preemptions = 0
-        self.cost = ComputeCost(None)  # cost of prefill, estimated from the steps so far
         self._policy = POLICIES[config.policy]
         self._leaving: set[Request] = set()  # requests removed from `running` whose last step is still in flight
         self._ended: list[Request] = []  # requests that schedule() finished by itself; returned by the next pop_ended()
@@ -106,9 +104,7 @@ class Scheduler:
 
     def observe_step(self, step: Step, seconds: float) -> None:
         """Update cost estimates with a step's duration."""
-        prefill_tokens = sum(item.count for item in step.items if item.phase is Phase.PREFILL)
-        self.cost.observe(prefill_tokens, step.num_tokens, seconds)
-        self.connector.observe(prefill_tokens, step.num_tokens, seconds)
+        self.connector.observe(step.prefill_tokens, step.num_tokens, seconds)
         self.speculator.observe_step(step, seconds)
 
     def pop_ended(self) -> list[Request]:
@@ -314,7 +310,7 @@ class Scheduler:
             end = self._load(request) if fits else None
             if end is None or not self.kv.extend(request.request_id, min(covered + count, end), urgent=False):
                 self._release(request)
-                lasting = whole and not fits and self.kv.loans.lender is None  # a lender may lend more in the next step
+                lasting = whole and not fits and not self.kv.may_grow
                 self._refused = attempt if lasting else None
                 break
             count = min(count, end - covered)

@@ -98,6 +98,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
         return sum(item.count for item in self.items)
 
     @property
+    def prefill_tokens(self) -> int:
+        return sum(item.count for item in self.items if item.phase is Phase.PREFILL)
+
+    @property
     def has_prefill(self) -> bool:
         return any(item.phase is Phase.PREFILL for item in self.items)
 

@@ -359,7 +359,7 @@ class AdaptiveSpeculator:
         clock.launched.append(_Launched(max(gap, 0.0) if gap <= LONGEST_GAP else 0.0, waited,
                                         waited and self._trial > 0, self._in_flight))
         self._in_flight = None
-        self._prompt_rows = sum(item.count for item in step.items if item.phase is Phase.PREFILL)
+        self._prompt_rows = step.prefill_tokens
         self._steps += 1
         self._since_tried = 0 if waited else self._since_tried + 1
         if waited and self._trial:

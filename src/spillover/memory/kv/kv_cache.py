@@ -225,6 +225,11 @@ class KVCache:
             peak += min(whole, seen)
         return peak
 
+    @property
+    def may_grow(self) -> bool:
+        """Return whether there is a lender: one that lends nothing now may do so in the next step."""
+        return self.loans.lender is not None
+
     def grow(self, blocks: int) -> bool:
         """Borrow at least n blocks, if there is a lender; return whether any were lent."""
         return self.loans.grow(blocks)

@@ -348,7 +348,7 @@ class EngineService:
             link=engine.runner.transfers.queue.report(),
             host_pool=engine.runner.transfers.pool.bytes_by_use,
             ranks=ranks_report(engine.runner),
-            prefill_token_seconds=self._scheduler.cost.token_seconds or 0.0,
+            prefill_token_seconds=engine.prefill_cost.token_seconds or 0.0,
         )
 
     def _send(self, message: FromEngine) -> None:
