@@ -199,6 +199,11 @@ class WeightFormat(ABC):
         """Return the format in which a checkpoint of this format stores a module's matrix."""
         return self
 
+    def for_part(self, shape: LinearShape, columns: tuple[int, int] | None) -> WeightFormat:
+        """Return the format in which a rank keeps its part of a matrix: of this shape, with the columns [start, stop),
+        or with all of them. In the same format, a part that ends within a group is refused."""
+        return self
+
     @property
     def dequantized_from(self) -> WeightFormat | None:
         """Return the checkpoint's format of weights that are dequantised when they are loaded; None if they are not."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from spillover.kernels.arena import Arena
 from spillover.kernels.extents import CODE_BLOCK, CODE_PANEL
 from spillover.kernels.fields import ITEMSIZE, Field, LinearShape
-from spillover.kernels.formats.base import Linear, Target, TensorReader
+from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.packed import CODES, Panels
 
 _HALF = CODE_PANEL // 2  # channels of half a panel
@@ -77,6 +78,11 @@ def grouped_form(bits: int, group: int) -> CodeForm:
     return CodeForm({4: 10, 8: 11}[bits], bits, (), ("float32", "float32"), group)
 
 
+def splits_blocks(columns: tuple[int, int] | None, units: Iterable[int]) -> bool:
+    """Return whether a part of a matrix begins or ends within a block, or within columns that share a head."""
+    return columns is not None and any(bound % unit for bound in columns for unit in (CODE_BLOCK, *units))
+
+
 @dataclass(frozen=True)
 class Codes:
     """A [N, K] weight as stored in its file."""
@@ -134,6 +140,9 @@ class GgufCodes(Panels):
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
         return pack_codes([reader.read_codes(name) for name, _ in reader.matrices], target.arena).tensors
+
+    def for_part(self, shape: LinearShape, columns: tuple[int, int] | None) -> WeightFormat:
+        return DENSE if splits_blocks(columns, [form.unit for form in self.forms]) else self
 
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         return unpack_codes(w)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from spillover.errors import SpilloverError
-from spillover.kernels.extents import CODE_BLOCK
-from spillover.kernels.fields import Field
+from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.checkpoints.settings import module_of
 from spillover.models.config import ModelConfig
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, is_expert
@@ -210,14 +209,9 @@ def _gate_up_rows(spec: WeightSpec, source: Source, part: tuple[int, int], inner
 
 
 def _format(spec: WeightSpec, form: WeightFormat, cut: _SpecCut) -> WeightFormat:
-    """Return the format of a rank's part: GGUF codes are dequantised if the cut would split one of their blocks."""
-    from spillover.kernels.formats.dense import DENSE
-    from spillover.kernels.formats.gguf_codes import GgufCodes
-
-    if cut.columns is None or not isinstance(form, GgufCodes):
-        return form
-    whole = all(bound % unit == 0 for bound in cut.columns for one in form.forms for unit in (one.unit, CODE_BLOCK))
-    return form if whole else DENSE
+    sizes = spec.linear.output_sizes if cut.rows is None else tuple(map(_length, cut.rows[0]))
+    start, stop = cut.columns or (0, spec.shape[-1])
+    return form.for_part(LinearShape(sizes, stop - start), cut.columns)
 
 
 def _names(name: str, source: Source, spec: WeightSpec, cut: _SpecCut) -> Iterator[tuple[str, str]]:
