@@ -13,15 +13,26 @@ from gguf import GGMLQuantizationType as Kind
 from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.formats.base import Linear
+from spillover.kernels.formats.coded_cuda import GgufCuda
 from spillover.kernels.formats.gguf_codes import GgufCodes
+from spillover.kernels.formats.gguf_experts import GgufExperts
 from spillover.kernels.linear import unpack
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.quantize.view import QuantizedView, choose_scheme, quantized_config
 from spillover.models.registry import architecture
 from spillover.models.sharding.shard import Shard, shard_specs
 from spillover.models.sharding.shard_view import open_shard
-from spillover.models.weight_specs import in_codes
-from support.models.gguf_models import HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, mixed, write_tiled_llama
+from spillover.models.weight_specs import in_codes, kept_on
+from support.models.gguf_models import (
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    VOCAB,
+    mixed,
+    write_tiled_llama,
+    write_tiled_mixture,
+)
 from support.models.loading import load_weights
 from support.models.made_up_checkpoint import made_up
 from support.models.paged_model import CPU, PagedModel, one_thread  # noqa: F401
@@ -114,17 +125,18 @@ def test_a_cut_within_a_group_is_refused_in_a_sentence(quantization: dict[str, A
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0, Kind.Q6_K, mixed])
-def test_codes_of_a_gguf_file_are_cut_at_their_blocks(kind: Any, tmp_path: Path) -> None:
+def test_codes_of_a_gguf_file_are_cut_at_their_blocks(kind: Any, device: str, tmp_path: Path) -> None:
     """Codes are cut at their blocks; matrices whose blocks would be cut are dequantised first."""
-    if not native.multiplies_codes():
+    if device == "cpu" and not native.multiplies_codes():
         pytest.skip("this CPU does not multiply codes")
     path = write_tiled_llama(tmp_path / "model.gguf", kind if callable(kind) else lambda _: kind)
     size, dim = 2, HIDDEN // HEADS
     with open_checkpoint(path) as checkpoint:
         arch = architecture(checkpoint.config)
         config = arch.config(checkpoint.config)
-        specs = in_codes(arch.weight_specs(config), checkpoint.config["codes"])
+        specs = in_codes(arch.weight_specs(config), checkpoint.config["codes"], device)
         whole = load_weights(checkpoint, config, specs, torch.float32, CPU).parts
         for rank in range(size):
             local, cuts = shard_specs(specs, config, Shard(rank, size))
@@ -140,6 +152,31 @@ def test_codes_of_a_gguf_file_are_cut_at_their_blocks(kind: Any, tmp_path: Path)
                 assert torch.equal(found["down"], given["down"].chunk(size, 1)[rank])
                 down = parts[layer]["down"]
                 assert isinstance(down, Linear)
-                assert isinstance(down.format, GgufCodes)
+                assert isinstance(down.format, GgufCodes if device == "cpu" else GgufCuda)
             assert torch.equal(unpack(parts["head"]["lm_head"]), unpack(whole["head"]["lm_head"]).chunk(size)[rank])
             assert VOCAB % size == 0
+
+
+@pytest.mark.parametrize(("kind", "size", "kept"), [(Kind.Q4_K, 2, False), (Kind.Q4_1, 2, True), (Kind.Q4_1, 4, False)])
+def test_experts_in_codes_for_a_cuda_device_are_cut_at_their_blocks(kind: Kind, size: int, kept: bool,
+                                                                    tmp_path: Path) -> None:
+    """The experts of a layer are dequantised if a cut splits blocks, or leaves no whole tiles, of any of them."""
+    path = write_tiled_mixture(tmp_path / "model.gguf", lambda _: kind, experts=3)
+    with open_checkpoint(path) as checkpoint:
+        arch = architecture(checkpoint.config)
+        config = arch.config(checkpoint.config)
+        specs = in_codes(arch.weight_specs(config), checkpoint.config["codes"], "cuda")
+        whole = load_weights(checkpoint, config, specs, torch.float32, CPU, pack=False).parts["layers.0"]
+        for rank in range(size):
+            local, cuts = shard_specs(specs, config, Shard(rank, size))
+            local = kept_on(local, "cuda", "float32")
+            parts = load_weights(open_shard(checkpoint, cuts), config, local, torch.float32, CPU, pack=False).parts
+            for name, dim in (("experts.gate_up", 0), ("experts.down", 1)):
+                found, given = parts["layers.0"][name], whole[name]
+                assert isinstance(found, Linear)
+                assert isinstance(given, Linear)
+                assert isinstance(found.format, GgufExperts) == kept
+                for expert in range(3):
+                    one, all_of = unpack(found.expert(expert)), unpack(given.expert(expert))
+                    pair = all_of.chunk(2) if dim == 0 else (all_of,)
+                    assert torch.equal(one, torch.cat([each.chunk(size, dim)[rank] for each in pair]))

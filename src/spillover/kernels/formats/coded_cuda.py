@@ -19,7 +19,8 @@ from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats import gguf_codes
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
-from spillover.kernels.formats.gguf_codes import CodeForm
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.gguf_codes import CodeForm, splits_blocks
 from spillover.kernels.formats.grouped_int import GroupedInt
 
 PIECE = 1 << 22  # number of weights that are dequantised at a time if there are no kernels
@@ -166,6 +167,10 @@ class GgufCuda(Tiles):
         """Return whether a linear can be kept so."""
         made = GgufCuda(tuple(forms)).parts(shape)
         return all(cuda.fits(part.rows, shape.in_features, STEP // part.form.groups) for part in made)
+
+    def for_part(self, shape: LinearShape, columns: tuple[int, int] | None) -> WeightFormat:
+        whole = not splits_blocks(columns, [form.unit for form in self.forms])
+        return self if whole and self.serves(self.forms, shape) else DENSE
 
     def parts(self, shape: LinearShape) -> tuple[Part, ...]:
         counted = [(tile_form(form), sum(shape.output_sizes[i] for i in which)) for form, which in self._runs()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
-from spillover.kernels.formats.gguf_codes import CodeForm, Codes
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.gguf_codes import CodeForm, Codes, splits_blocks
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, invariant_tiles
 from spillover.kernels.formats.grouped_int import GroupedInt, Matrix, unpack_nibbles
 from spillover.kernels.formats.int_experts import STEP, IntExperts
@@ -31,7 +32,8 @@ def experts_format(forms: Collection[CodeForm], shapes: Iterable[LinearShape]) -
     plain = GgufInt(bits, CODE_BLOCK, "float32")
     if not all(IntExperts.serves(plain, shape) for shape in shapes):
         return None
-    return GgufExperts(bits, halves, offsets) if halves or offsets else plain
+    unit = max(form.unit for form in forms)
+    return GgufExperts(bits, halves, offsets, unit) if halves or offsets else plain
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class GgufInt(GroupedInt):
     """Codes of a GGUF file with one scale per 32 columns and no offset, as integers counted from the middle."""
 
     quant_method = "gguf"
+
+    def for_part(self, shape: LinearShape, columns: tuple[int, int] | None) -> WeightFormat:
+        return self if IntExperts.serves(self, shape) and not splits_blocks(columns, ()) else DENSE
 
     def read_matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Matrix:
         codes = reader.read_codes(name)
@@ -54,6 +59,7 @@ class GgufExperts(WeightFormat):
     bits: int
     halves: bool
     offsets: bool
+    unit: int = field(default=CODE_BLOCK, compare=False)  # most columns that share a number in the file
     quant_method = "gguf"
 
     @property
@@ -74,6 +80,10 @@ class GgufExperts(WeightFormat):
         rows, columns = shape.out_features, shape.in_features
         return (Field("codes", "uint8", (rows, columns * self.bits // 8)),
                 Field("scales", "float32", (rows, columns // CODE_BLOCK * self.numbers)))
+
+    def for_part(self, shape: LinearShape, columns: tuple[int, int] | None) -> WeightFormat:
+        plain = GgufInt(self.bits, CODE_BLOCK, "float32")
+        return self if IntExperts.serves(plain, shape) and not splits_blocks(columns, [self.unit]) else DENSE
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
         made = [self.packed_tensors(reader.read_codes(name)) for name, _ in reader.matrices]
