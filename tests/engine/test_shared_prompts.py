@@ -12,9 +12,9 @@ import pytest
 from spillover.engine.loop import Engine
 from spillover.engine.requests.request import Request
 from spillover.engine.requests.sampling_params import SamplingParams
+from spillover.engine.requests.shared_prompts import common_tokens
 from spillover.engine.scheduler import Scheduler
 from spillover.engine.scheduler_config import SchedulerConfig
-from spillover.engine.shared_prompts import common_tokens
 from spillover.memory.connector import NullConnector
 from spillover.memory.kv.kv_cache import KVCache
 from support.simulated import VOCAB, SimulatedRunner, expected_tokens

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from spillover.engine.output.outputs import PositionLogprobs, TokenSources
 from spillover.engine.queue_policy import POLICIES, PREFIXES_FIRST
 from spillover.engine.requests.request import Request, Status
+from spillover.engine.requests.shared_prompts import waits_for_prefix
 from spillover.engine.scheduler_config import SchedulerConfig
-from spillover.engine.shared_prompts import waits_for_prefix
 from spillover.engine.speculation.branch_items import BranchItems
 from spillover.engine.speculation.draft_items import DraftItems
 from spillover.engine.speculation.speculator import NoSpeculation, Speculator
