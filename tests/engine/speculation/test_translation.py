@@ -77,6 +77,8 @@ def test_the_draft_model_sees_the_same_text_whenever_it_looks(target_kind: str, 
         draft_request = vocabulary.draft_request(request)
         whole = said(target, request.token_ids.tolist())
         seen = said(draft, draft_request.token_ids.tolist())
+        if draft_request.token_ids.tolist() == [0]:  # no character is complete yet, and any token will do
+            seen = b""
         assert whole.strip(b" ").startswith(seen.strip(b" ")) or seen.strip(b" ") == whole.strip(b" ")
         assert len(whole.strip(b" ")) - len(seen.strip(b" ")) <= 4, "but for a character that is not complete"
         if known == len(ids):
