@@ -18,9 +18,9 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter is off where there is a GPU; tests/gpu runs this on it", allow_module_level=True)
 
 from spillover import LLM, SamplingParams
-from spillover.engine import assemble
 from spillover.engine.batch import sampler, step_result
 from spillover.engine.batch.step_layout import ARRAYS
+from spillover.engine.cpu import cpu_backend
 from spillover.engine.cuda import graphs
 from spillover.engine.cuda.cuda_runner import CudaRunner
 from spillover.engine.cuda.decode_inputs import DecodeInputs
@@ -93,7 +93,7 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             steps.append(work)
             return work
 
-    monkeypatch.setattr(assemble, "CpuRunner", Watched)
+    monkeypatch.setattr(cpu_backend, "CpuRunner", Watched)
     return steps
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from spillover.engine.backend import Backend, RunnerParts, make_backend
 from spillover.engine.batch.offloaded_prefix import OffloadStage, spill_codec
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.config import EngineConfig
-from spillover.engine.cpu.cpu_runner import CpuRunner
 from spillover.engine.events.publisher import check_addresses, start_events
 from spillover.engine.loop import Engine, ModelRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
@@ -46,31 +46,24 @@ from spillover.engine.weights.substitutes import (
     load_substitutes,
 )
 from spillover.errors import SpilloverError
-from spillover.kernels.arena import Arena
 from spillover.kernels.attention import KV_LAYOUT
-from spillover.kernels.formats.base import Target
 from spillover.kernels.kv_quant import head_bytes, slot_layout
 from spillover.memory.connector import KVConnector, NullConnector
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.tiers.token_log import TokenLog
-from spillover.memory.transfer.cpu_transfers import CpuTransfers
-from spillover.memory.transfer.cuda_driver import CudaPinner
-from spillover.memory.transfer.cuda_transfers import CudaTransfers
-from spillover.memory.transfer.host_pool import HostPool
-from spillover.memory.transfer.transfers import Transfers
 from spillover.models.config import ModelConfig
 from spillover.models.fingerprint import model_fingerprint
 from spillover.models.hub.store import resolve
 from spillover.models.layers import KVViews
 from spillover.models.sharding.ranks import ONE_RANK, Ranks
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
-from spillover.models.weight_specs import WeightSpecs, kept_on, prepare_products
+from spillover.models.weight_specs import WeightSpecs
 from spillover.plan.hardware import trim_heap
 from spillover.plan.measure import quick_rates
 from spillover.plan.planner import Plan
 from spillover.plan.workspace import draft_rows
-from spillover.progress import CAPTURING, SUBSTITUTES, TOKENIZER, WEIGHTS
+from spillover.progress import SUBSTITUTES, TOKENIZER, WEIGHTS
 
 log = logging.getLogger("spillover.engine")
 
@@ -107,25 +100,22 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     if planned.draft is not None:
         vocabulary = draft_vocabulary(planned.draft.path, planned.draft.model_config.vocab_size, tokenizer,
                                       planned.model_config.vocab_size)
-    runner: NullRunner | ModelRunner
-    if planned.shard.size > 1:
-        runner = start_ranks(planned.config, plan, functools.partial(make_runner, planned, tokenizer, show))
-    else:
-        runner = make_runner(planned, tokenizer, show)
+    backend = make_backend(config, plan)
+    make = functools.partial(make_runner, planned, tokenizer, show, backend=backend)
+    runner: ModelRunner = start_ranks(planned.config, plan, make) if planned.shard.size > 1 else make()
     draft = None
     if planned.draft is not None and vocabulary is not None:
         speculation = config.speculation
         expected = speculation.simulated or None if speculation is not None else None
         draft = _draft_model(planned.draft, vocabulary, runner, expected, show)
     identity = _identity(planned)
-    most = None if isinstance(runner, NullRunner) else len(runner.kv.pool) - 1
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity,
-                 most_blocks=most, lender=_lender(runner, plan))
+                 most_blocks=len(runner.kv.pool) - 1, lender=_lender(planned, runner))
     connector: KVConnector = NullConnector()
     tokens = None
-    if plan.tiers and not isinstance(runner, NullRunner):
+    if plan.tiers:
         tokens = token_log(config, identity)
-        store = make_store(config, plan, planned.model_config, runner.kv.pool, identity, runner.transfers, tokens,
+        store = make_store(config, plan, planned.model_config, runner.kv.pool, identity, backend, tokens,
                            runner.pools if isinstance(runner, ParallelRunner) else ())
         margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
         connector = TieredConnector(kv, store, margin, config.restore)
@@ -146,7 +136,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
                            start_events(config.kv_events, kv, connector)), tokenizer)
 
 
-def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVCache, draft: DraftModel | None,
+def _speculator(planned: PlannedModel, runner: ModelRunner, kv: KVCache, draft: DraftModel | None,
                 tokens: TokenLog | None) -> Speculator | None:
     speculation = planned.config.speculation
     if speculation is None:
@@ -154,18 +144,18 @@ def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVC
     drafter: Drafter
     if draft is not None:
         drafter = draft
-    elif planned.head is not None and not isinstance(runner, NullRunner):
+    elif planned.head is not None:
         drafter = HeadDrafter(runner, kv, speculation.simulated or None)
-    elif isinstance(runner, NullRunner) or runner.drafting is None:
+    elif runner.drafting is None:
         drafter = make_drafter(speculation, planned.model_config.vocab_size, tokens)
     else:
         drafter = RunnerDrafter(runner.drafting, SharedBlocks(kv), draft_limits(planned.plan).max_num_batched_tokens,
                                 speculation.simulated or None)
     return make_speculator(drafter, speculation.num_tokens, speculation.adaptive, bool(speculation.simulated),
-                           _expert_price(runner), speculation.max_branches)
+                           _expert_price(runner, planned.plan), speculation.max_branches)
 
 
-def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: NullRunner | ModelRunner,
+def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: ModelRunner,
                  expected: tuple[float, ...] | None, show: Progress) -> DraftModel:
     """Load the draft model."""
     plan = draft.plan
@@ -174,19 +164,18 @@ def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: NullR
     return DraftModel(second, OwnBlocks(kv, plan.max_model_len), vocabulary, plan.max_num_batched_tokens, expected)
 
 
-def _expert_price(runner: NullRunner | ModelRunner) -> ExpertPrice | None:
+def _expert_price(runner: ModelRunner, plan: Plan) -> ExpertPrice | None:
     """Return the cost model of experts that draft rows bring to the device; None if all experts are resident."""
-    if isinstance(runner, NullRunner) or runner.weights.experts is None:
+    if runner.weights.experts is None:
         return None
-    return ExpertPrice(runner.weight_traffic, quick_rates(runner.kv.pool.device.type).host_to_device)
+    return ExpertPrice(runner.weight_traffic, quick_rates(plan.device).host_to_device)
 
 
-def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
+def _lender(planned: PlannedModel, runner: ModelRunner) -> SlotLender | None:
     """Return the lender of expert slots, which KV may use as contexts grow; None if there is none."""
-    placement = plan.placement
-    if isinstance(runner, NullRunner | ParallelRunner) or placement is None or not placement.spare_slots:
+    placement, weights = planned.plan.placement, runner.weights
+    if planned.shard.size > 1 or placement is None or not placement.spare_slots:
         return None  # ranks would have to lend the same slots at the same step
-    weights = runner.weights
     if weights.memory is None or weights.experts is None:
         return None
     return SlotLender(weights.memory, weights.experts, len(placement.slot_layers), placement.spare_slots,
@@ -194,66 +183,48 @@ def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
 
 
 def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show: Progress = quiet,
-                shared_with: NullRunner | ModelRunner | None = None, ranks: Ranks = ONE_RANK,
-                allocate: Callable[[int], torch.Tensor] | None = None) -> NullRunner | ModelRunner:
+                shared_with: ModelRunner | None = None, ranks: Ranks = ONE_RANK,
+                allocate: Callable[[int], torch.Tensor] | None = None, backend: Backend | None = None) -> ModelRunner:
     """Load the weights and allocate the KV cache. `shared_with`: the runner that this one drafts for. `ranks`: the
-    group of ranks that this runner is one of. `allocate`: allocates zeroed bytes for the pool."""
+    group of ranks that this runner is one of. `allocate`: allocates zeroed bytes for the pool. `backend`: that of the
+    plan, not open yet; None: it is made."""
     config, plan, model_config = planned.config, planned.plan, planned.model_config
     shard, local = planned.shard, planned.shard.decoder(model_config)
     decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
     if config.load_format == "null":
         return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode,
                           step_limits(planned).simulated, StepCost.of(config.simulate_step))
-    device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
-    model = planned.architecture.build(model_config, device, dtype, plan.max_model_len, shard, ranks)
-    transfers = make_transfers(plan)
-    weights = load(config, plan, model_config, planned.specs, planned.path, transfers,
+    backend, dtype = backend or make_backend(config, plan), getattr(torch, plan.dtype)
+    model = planned.architecture.build(model_config, backend.device, dtype, plan.max_model_len, shard, ranks)
+    backend.open()
+    weights = load(config, plan, model_config, planned.specs, planned.path, backend,
                    lambda done, total, _: show(done, total, WEIGHTS), planned.scheme, planned.cuts, shard.rank)
     copies: Parts | None = None
     if planned.substitutes is not None:
         copies = load_substitutes(config, plan, planned.substitutes, planned.path,
                                   lambda done, total, _: show(done, total, SUBSTITUTES))
     trim_heap()  # return memory that loading has freed to the system
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    backend.free_unused()
     memory = weights.memory if shard.size == 1 else None
-    pool = _make_pool(plan, local, len(model.groups[0].layers), dtype, device, memory, allocate)
+    pool = _make_pool(plan, local, len(model.groups[0].layers), dtype, backend, memory, allocate)
     views = KVViews(pool, model.groups)
     stage = None
     if plan.offloaded_blocks:
         own = pool[:, :model_config.num_layers]  # no step reads the head's layer of offloaded blocks
-        stage = OffloadStage(own, plan.block_size, transfers, spill_codec(config, model_config, pool, plan.block_size))
+        stage = OffloadStage(own, plan.block_size, backend.copier,
+                             spill_codec(config, model_config, pool, plan.block_size))
     limits = step_limits(planned)
     if shared_with is not None:  # the first step of a draft may have several rows per request
         limits = replace(limits, draft_tokens=1)
-    if device.type == "cuda":
-        from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
-
-        runner = CudaRunner(model, weights, views, plan.block_size, device, limits, transfers, decode,
-                            plan.kv_cache_dtype, stage, not config.enforce_eager,
-                            shared_with if isinstance(shared_with, CudaRunner) else None)
-        if planned.head is not None:
-            runner.add_head(load_head(config, plan, planned.head, model, weights, views))
-        if config.graph_capture == "start":
-            show(0, 0, CAPTURING)
-            kept = kept_on(planned.specs, plan.device, plan.dtype, not config.fast)
-            prepare_products(kept, Target(plan.dtype, device), plan.max_num_batched_tokens)
-            runner.capture(lambda done, total: show(done, total, CAPTURING))
-        if copies is not None:
-            runner.drafting = CudaRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, device,
-                                         draft_limits(plan), transfers, kv_dtype=plan.kv_cache_dtype,
-                                         graphs=not config.enforce_eager, shared_with=runner)
-            if config.graph_capture == "start":
-                runner.drafting.capture(lambda done, total: show(done, total, CAPTURING))
-        return runner
-    cpu = CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage,
-                    shared_with if isinstance(shared_with, CpuRunner) else None)
+    runner = backend.make_runner(RunnerParts(model, weights, views, limits, decode, stage, shared_with))
     if planned.head is not None:
-        cpu.add_head(load_head(config, plan, planned.head, model, weights, views))
+        runner.add_head(load_head(config, plan, planned.head, model, weights, views))
+    backend.capture(runner, show, planned.specs)
     if copies is not None:
-        cpu.drafting = CpuRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, draft_limits(plan),
-                                 transfers, kv_dtype=plan.kv_cache_dtype, shared_with=cpu)
-    return cpu
+        runner.drafting = backend.make_runner(RunnerParts(model, SubstituteWeights(weights, copies), views,
+                                                          draft_limits(plan), shared_with=runner))
+        backend.capture(runner.drafting, show)
+    return runner
 
 
 def draft_limits(plan: Plan) -> StepLimits:
@@ -268,15 +239,7 @@ def step_limits(planned: PlannedModel) -> StepLimits:
                       speculation.simulated if speculation is not None else ())
 
 
-def make_transfers(plan: Plan) -> Transfers:
-    """Make the copier between device and host memory, whose host pool is limited to what the plan allows."""
-    limit = plan.host_bytes + plan.host_weight_bytes
-    if plan.device == "cuda":
-        return CudaTransfers(torch.device("cuda"), HostPool(CudaPinner(torch.cuda.current_device()), limit))
-    return CpuTransfers(HostPool(limit=limit))
-
-
-def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device,
+def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, backend: Backend,
                memory: ElasticMemory | None, allocate: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
     """Allocate all blocks, and the dummy block 0 for padding. The memory is zeroed, so that its pages are allocated.
     `memory`: memory shared with expert slots, which the pool's address range includes. `allocate`: allocates zeros."""
@@ -289,10 +252,7 @@ def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype,
     if memory is not None:
         return memory.pool(math.prod(shape[1:]) * dtype.itemsize).view(dtype).view(-1, *shape[1:])
     try:
-        if device.type == "cpu" and dtype in (torch.float32, torch.uint8):
-            floats = math.prod(shape) * dtype.itemsize // 4  # the pool's size is a multiple of 4 bytes
-            return Arena().empty(floats).zero_().view(dtype).view(shape)
-        return torch.empty(shape, dtype=dtype, device=device).zero_()
+        return backend.allocate_pool(shape, dtype)
     except (RuntimeError, OSError) as error:  # allocation errors of torch and of the system
         raise SpilloverError(f"the KV cache of {plan.num_blocks:,} blocks could not be allocated ({error}); "
                              f"lower --gpu-memory") from error

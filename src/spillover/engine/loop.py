@@ -56,7 +56,7 @@ class StepRunner(Protocol):
 
 
 class ModelRunner(StepRunner, Protocol):
-    """A runner with a model, whose weights and KV are in device memory."""
+    """A runner whose weights and KV are in device memory; a `NullRunner` has empty ones."""
 
     observe: PromptObserver | None
 

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from spillover.engine.batch.step_result import accepted
+import torch
+
+from spillover.engine.batch.step_result import PromptObserver, accepted
 from spillover.engine.output.outputs import Logprob, PositionLogprobs
-from spillover.engine.step import NewRequest, Step, StepItem, StepResult, scored_positions
+from spillover.engine.step import DraftItem, HeadDrafts, NewRequest, Step, StepItem, StepResult, scored_positions
 from spillover.engine.step_cost import StepCost
+from spillover.engine.weights.placed import FixedWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
+from spillover.models.layers import KVViews
 from spillover.models.tokenizer import Tokenizer
+
+Changed = TypeVar("Changed")
 
 CYCLE = 512  # maximum number of different tokens in its output
 
@@ -51,6 +58,10 @@ class NullRunner:
         self._decode = decode
         self._requests: dict[int, NewRequest] = {}
         self.transfers = CpuTransfers()  # idle: without weights and KV nothing is copied
+        self.observe: PromptObserver | None = None  # never called: there are no logits
+        self.drafting = None
+        self.weights = FixedWeights({})
+        self.kv = KVViews(torch.empty(1, 0), ())  # the dummy block, without bytes
 
     def launch(self, step: Step) -> NullStep:
         for id in step.ended:
@@ -66,6 +77,12 @@ class NullRunner:
             [self._prompt_logprobs(item) for item in step.items],
         ), self._ends)
 
+    def draft(self, items: Sequence[DraftItem], wait: bool = True) -> HeadDrafts:
+        return HeadDrafts([()] * len(items))
+
+    def in_order(self, change: Callable[[], Changed]) -> Changed:
+        return change()
+
     def sleep(self, blocks: Sequence[int]) -> None:
         pass
 
@@ -74,10 +91,10 @@ class NullRunner:
 
     @property
     def weight_bytes(self) -> int:
-        return 0
+        return self.weights.nbytes
 
     def weight_traffic(self) -> WeightTraffic:
-        return WeightTraffic()
+        return self.weights.traffic()
 
     def close(self) -> None:
         self.transfers.close()

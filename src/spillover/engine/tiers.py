@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from spillover.engine.backend import Backend
 from spillover.engine.batch.offloaded_prefix import spill_codec
 from spillover.engine.config import EngineConfig
-from spillover.engine.parallel.rank_codec import RankCodec
 from spillover.errors import SpilloverError
 from spillover.kernels.attention import KV_LAYOUT
 from spillover.kernels.kv_quant import slot_layout
@@ -26,13 +26,7 @@ from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.disks import Disks
 from spillover.memory.tiers.seal import read_seal
 from spillover.memory.tiers.token_log import TokenLog
-from spillover.memory.transfer.cpu_transfers import CpuTransfers
-from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.link import DeviceLink
-from spillover.memory.transfer.link_cpu import CpuLink
-from spillover.memory.transfer.link_cuda import CudaLink
-from spillover.memory.transfer.link_ranks import RankPool, RanksLink
-from spillover.memory.transfer.transfers import Transfers
 from spillover.models.config import ModelConfig
 from spillover.models.sharding.shard import Shard
 from spillover.plan.measure import measure_link
@@ -65,12 +59,12 @@ def token_log(config: EngineConfig, identity: bytes) -> TokenLog | None:
 
 
 def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, identity: bytes,
-               transfers: Transfers, tokens: TokenLog | None = None, others: Sequence[Tensor] = ()) -> SpillStore:
+               backend: Backend, tokens: TokenLog | None = None, others: Sequence[Tensor] = ()) -> SpillStore:
     """Make the store of the plan's lower tiers. Disks and links are timed, which takes a moment. `tokens`: a log to
     keep in the first disk's folder. `others`: the pools of the other ranks, where `pool` is that of rank 0."""
     # Copies start and complete in Python on other threads; the engine thread must not wait 5 ms when one of them runs.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-    link = _make_link(config, plan, model, pool, transfers, others)
+    link = _make_link(config, plan, model, pool, backend, others)
     wake = threading.Event()
     timed = with_tier_rates(plan.tiers, plan.device, link.slot_bytes)
     reads = {tier.name: tier.read for tier in reversed(timed) if tier.read is not None}
@@ -78,7 +72,7 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     links = {name: (writes.get(name), reads.get(name)) for name in reads}
     if "pool" in reads and "host" not in reads:  # else KV in the pool would be recomputed for lack of a rate
         reads["host"] = measure_link(plan.device, link.slot_bytes).to_device
-    tiers = _make_tiers(config, plan, link.slot_bytes, identity, wake.set, tokens, transfers)
+    tiers = _make_tiers(config, plan, link.slot_bytes, identity, wake.set, tokens, backend)
     return SpillStore(
         link,
         tiers,
@@ -92,27 +86,19 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     )
 
 
-def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, transfers: Transfers,
+def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, backend: Backend,
                others: Sequence[Tensor] = ()) -> DeviceLink:
     codec = spill_codec(config, model, pool, plan.block_size)
-    if isinstance(transfers, CudaTransfers) and not others:
-        return CudaLink(pool, transfers, codec)
-    rows, head_bytes, flat = 2 * pool.shape[1], pool.shape[-1] * pool.itemsize, pool.view(-1).view(torch.uint8)
+    if not others:
+        return backend.link(pool, codec)
+    flat = pool.view(-1).view(torch.uint8)
     held = [(each, range(*Shard(rank, 1 + len(others)).kv_heads(model.num_kv_heads)))
             for rank, each in enumerate((flat, *others))]
-    if isinstance(transfers, CudaTransfers):
-        parts = [(each[:len(pool) * rows * len(heads) * head_bytes].view(len(pool), rows, len(heads), head_bytes),
-                  heads) for each, heads in held]
-        return CudaLink(pool, transfers, RankCodec(parts, model.num_kv_heads, codec))
-    assert isinstance(transfers, CpuTransfers)
-    if not others:
-        return CpuLink(flat.numpy().data, pool.stride(0) * pool.itemsize, transfers, codec)
-    pools = [RankPool(each.numpy().data, heads) for each, heads in held]
-    return RanksLink(pools, rows, model.num_kv_heads, head_bytes, transfers, codec)
+    return backend.ranks_link(pool, held, model.num_kv_heads, codec)
 
 
 def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
-                wake: Callable[[], None], tokens: TokenLog | None, transfers: Transfers) -> list[Tier]:
+                wake: Callable[[], None], tokens: TokenLog | None, backend: Backend) -> list[Tier]:
     description = {"model": plan.model, "dtype": plan.dtype, "kv_cache_dtype": config.kv_cache_dtype,
                    "spill_dtype": config.spill_dtype, "block_size": str(plan.block_size),
                    "layout": f"{KV_LAYOUT};{slot_layout(config.spill_dtype)}"}
@@ -121,7 +107,7 @@ def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
     disks: list[DiskTier] = []
     if config.host_pool is not None:
         tiers.append(SharedPoolTier(socket_path(config.host_pool), payload, identity, description, wake,
-                                    threads=pool_threads(), host=transfers.pool))
+                                    threads=pool_threads(), host=backend.transfers.pool))
     try:
         for text in config.disk:
             budget, kept = parse_disk(text), tokens if not disks else None

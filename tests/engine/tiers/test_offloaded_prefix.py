@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from spillover.engine.batch import offloaded_prefix
 from spillover.engine.batch.offloaded_prefix import OffloadStage
+from spillover.engine.cpu import cpu_copier
+from spillover.engine.cpu.cpu_copier import CpuCopier
 from spillover.engine.step import Phase, StepItem
 from spillover.kernels import native
 from spillover.kernels.extents import split_blocks
@@ -33,6 +36,10 @@ LLAMA = {
 def make_item(start: int, count: int, table: list[int], payloads: list[memoryview]) -> StepItem:
     return StepItem(id=1, phase=Phase.PREFILL, start=start, count=count, num_samples=1, first_block=0,
                     new_blocks=(tuple(table),), host_blocks=tuple(address_of(payload) for payload in payloads))
+
+
+def make_copier(transfers: CpuTransfers, buffers: Tensor, codec: KVCodec | None) -> CpuCopier:
+    return CpuCopier(transfers, codec)
 
 
 def payloads_of(blocks: Tensor) -> list[memoryview]:
@@ -63,7 +70,7 @@ def test_every_layer_sees_all_cold_blocks_in_order(
         if plain:
             patch.setattr(native, "library", lambda: None)
         transfers = CpuTransfers()
-        stage = OffloadStage(pool, block_size, transfers, codec)
+        stage = OffloadStage(pool, block_size, partial(make_copier, transfers), codec)
         payloads: list[memoryview] = []
         wanted = torch.zeros(0, *pool.shape[1:], dtype=dtype)
         for count in counts:
@@ -98,8 +105,8 @@ def test_a_copy_that_fails_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("the copy failed")
 
     transfers = CpuTransfers()
-    stage = OffloadStage(torch.zeros(2, 1, 2, 1, 8 * 8), 8, transfers)
-    monkeypatch.setattr(offloaded_prefix, "stage_blocks", fail)
+    stage = OffloadStage(torch.zeros(2, 1, 2, 1, 8 * 8), 8, partial(make_copier, transfers))
+    monkeypatch.setattr(cpu_copier, "stage_blocks", fail)
     payload = memoryview(bytearray(512))
     prefix = stage.prefix(make_item(8, 1, [0, 1], [payload]))
     with pytest.raises(RuntimeError, match="the copy failed"):
@@ -114,7 +121,7 @@ def test_the_plan_counts_what_a_cold_step_takes(tokens: int, kind: str) -> None:
     config = architecture(LLAMA).config(LLAMA)
     size = 16 * 64 if kind == "auto" else head_bytes(16, 64)
     stage = OffloadStage(torch.zeros(2, 3, 2, 3, size, dtype=torch.float32 if kind == "auto" else torch.uint8), 16,
-                         CpuTransfers())
+                         partial(make_copier, CpuTransfers()))
     library = native.library()
     assert library is not None
     taken = stage.buffers.nbytes + 4 * library.attention_total_floats(tokens, 9, 3, 64)

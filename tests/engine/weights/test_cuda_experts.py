@@ -13,10 +13,10 @@ from spillover.engine.cuda.cuda_placement import CudaExperts, fill_table
 from spillover.engine.cuda.expert_arena import ExpertArena
 from spillover.engine.cuda.expert_stream import MAX_CAPTURED_ROWS
 from spillover.engine.cuda.fetched_experts import FetchedExperts
-from spillover.engine.cuda.graph_weights import StreamedLayers
 from spillover.engine.cuda.host_share import HostShare
 from spillover.engine.cuda.paged_experts import PagedExperts
 from spillover.engine.cuda.stream_buffers import StreamBuffers
+from spillover.engine.weights.graph_weights import StreamedLayers
 from spillover.kernels.moe.experts import Experts, expert_stacks
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.host_experts import ExpertLayout, HostExperts

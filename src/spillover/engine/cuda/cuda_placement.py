@@ -13,7 +13,6 @@ from spillover.engine.config import EngineConfig
 from spillover.engine.cuda.calibrate import split_table, streaming_share
 from spillover.engine.cuda.expert_arena import ExpertArena
 from spillover.engine.cuda.fetched_experts import FetchedExperts
-from spillover.engine.cuda.graph_weights import GraphAware, StreamedLayers
 from spillover.engine.cuda.host_share import MAX_STREAMED_TOKENS, HostShare
 from spillover.engine.cuda.paged_experts import PagedExperts
 from spillover.engine.cuda.policy_thread import PolicyThread
@@ -21,6 +20,7 @@ from spillover.engine.cuda.stream_buffers import StreamBuffers
 from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory
 from spillover.engine.weights.expert_cache import chosen_policy, filled_cache
+from spillover.engine.weights.graph_weights import GraphAware, StreamedLayers
 from spillover.engine.weights.placed import Parts, PlacedParts, PlacedWeights
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.host_experts import ExpertLayout, HostExperts

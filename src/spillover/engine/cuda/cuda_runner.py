@@ -47,7 +47,6 @@ from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.draw import draw
 from spillover.kernels.triton.step_upload import fill_tokens, update_tables
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
-from spillover.memory.transfer.transfers import Transfers
 from spillover.models.layers import Decoder, KVViews, ModelStep
 
 FEW_UPDATES = UPDATE_BYTES // 8 - 4  # most block table entries that are sent with a step; more are copied separately
@@ -104,7 +103,7 @@ class CudaStep:
 
 class CudaRunner:
     def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, device: torch.device,
-                 limits: StepLimits, transfers: Transfers, decode: Callable[[int], str] | None = None,
+                 limits: StepLimits, transfers: CudaTransfers, decode: Callable[[int], str] | None = None,
                  kv_dtype: str = "auto",
                  stage: OffloadStage | None = None, graphs: bool = True, shared_with: CudaRunner | None = None) -> None:
         """Make the runner. `stage`: the buffer through which the offloaded blocks of sequences longer than the pool
@@ -210,7 +209,6 @@ class CudaRunner:
 
     def sleep(self, blocks: Sequence[int]) -> None:
         """Move weights and the KV of these blocks to the host. No step may be in flight."""
-        assert isinstance(self.transfers, CudaTransfers), "only a device's memory is given back"
         self.forget_graphs()
         # KV moves first: slots of experts may share its memory.
         self._asleep = SleepingKV(self.kv.pool, blocks, self.transfers)
@@ -223,7 +221,7 @@ class CudaRunner:
         torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
-        if self._asleep is not None and isinstance(self.transfers, CudaTransfers):
+        if self._asleep is not None:
             self.weights.move(self.transfers.to_device, asleep=False)
             for each in (self.drafting, self.head):
                 if each is not None:
@@ -244,7 +242,7 @@ class CudaRunner:
         gc.unfreeze()
         self.weights.close()
         self.transfers.close()
-        if isinstance(self.transfers, CudaTransfers):
+        if self._device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # the device may have failed
                 self._free()
 

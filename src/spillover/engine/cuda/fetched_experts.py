@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from spillover.engine.cuda.expert_arena import ExpertArena
-from spillover.engine.cuda.graph_weights import GraphAware
 from spillover.engine.cuda.stream_buffers import grouped
+from spillover.engine.weights.graph_weights import GraphAware
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.moe.page_table import NONE
 from spillover.memory.experts import ExpertCache

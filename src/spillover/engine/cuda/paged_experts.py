@@ -14,10 +14,10 @@ from torch import Tensor
 
 from spillover.engine.cuda.expert_arena import ExpertArena
 from spillover.engine.cuda.expert_stream import ExpertStream
-from spillover.engine.cuda.graph_weights import GraphAware
 from spillover.engine.cuda.host_share import HostShare
 from spillover.engine.cuda.policy_thread import PolicyThread
 from spillover.engine.cuda.stream_buffers import StreamBuffers
+from spillover.engine.weights.graph_weights import GraphAware
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.moe.page_table import LENT, NONE, PageTable
 from spillover.kernels.moe.paged_moe import paged_mixture

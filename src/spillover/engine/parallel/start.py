@@ -7,12 +7,12 @@ import os
 import tempfile
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from spillover.engine.config import EngineConfig
-from spillover.engine.loop import ModelRunner, StepRunner
+from spillover.engine.loop import ModelRunner
 from spillover.engine.parallel.gloo_ranks import GlooRanks
 from spillover.engine.parallel.messages import Launch
 from spillover.engine.parallel.parallel_runner import ParallelRunner
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class MakeRunner(Protocol):
-    def __call__(self, *, ranks: Ranks) -> StepRunner: ...
+    def __call__(self, *, ranks: Ranks) -> ModelRunner: ...
 
 
 def meet(device: str, rank: int, size: int, folder: Path, pool_bytes: int = 0) -> GlooRanks | CudaRanks:
@@ -49,7 +49,7 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
     cuda, maps = plan.device == "cuda", bool(plan.tiers)  # tiers hold whole blocks, which rank 0 assembles
     pools = [_shared_pool(plan.kv_bytes) for _ in range(1, size)] if maps and not cuda else []
     others: RankProcesses | None = None
-    inner: StepRunner | None = None
+    inner: ModelRunner | None = None
     try:
         with tempfile.TemporaryDirectory(prefix="spillover-ranks-") as folder:
             others = RankProcesses([
@@ -77,7 +77,7 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
         for descriptor, _ in pools:
             os.close(descriptor)
     mapped = [torch.frombuffer(memory, dtype=torch.uint8) for _, memory in pools] or list(ranks.pools)
-    runner = ParallelRunner(cast(ModelRunner, inner), others, mapped, others.lost_descriptor, ranks.report,
+    runner = ParallelRunner(inner, others, mapped, others.lost_descriptor, ranks.report,
                             lambda: torch.set_num_threads(threads), ranks.check)
     if cuda:  # a rank whose device computes uses no CPU time
         others.watch(lambda: runner.waiting_since, only_stopped=True)

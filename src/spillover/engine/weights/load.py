@@ -8,20 +8,15 @@ from pathlib import Path
 
 import torch
 
+from spillover.engine.backend import Backend
 from spillover.engine.config import EngineConfig
-from spillover.engine.cpu.cpu_placement import place_on_cpu
 from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.managed import ManagedWeights
 from spillover.engine.weights.placed import EngineWeights, FixedWeights
 from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Weight
-from spillover.memory.managed.emulated import EmulatedMemory
-from spillover.memory.managed.pages import ManagedMemory
 from spillover.memory.shared_pool.weights import SharedWeights
 from spillover.memory.shared_pool.wire import socket_path
-from spillover.memory.transfer.cpu_transfers import CpuTransfers
-from spillover.memory.transfer.cuda_transfers import CudaTransfers
-from spillover.memory.transfer.transfers import Transfers
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.config import ModelConfig
 from spillover.models.loader import PartReader, Progress, dummy_parts, load_parts
@@ -36,7 +31,7 @@ from spillover.units import format_bytes
 log = logging.getLogger("spillover.engine")
 
 
-def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path, transfers: Transfers,
+def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path, backend: Backend,
          progress: Progress | None = None, scheme: Scheme | None = None, cuts: Cuts | None = None,
          rank: int = 0) -> EngineWeights:
     """Load a model's weights. `scheme`: what they are quantised to while they load; None keeps them as they are in the
@@ -48,7 +43,7 @@ def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpec
                     found.quant_method, plan.dtype)
     if config.load_format == "dummy":
         parts = dummy_parts(specs, dtype, device, config.seed, rank if cuts else None)
-        return _placed(config, plan, model, parts, specs, None, transfers)
+        return _placed(config, plan, model, parts, specs, None, backend)
     if scheme is not None and _on_disk(plan):
         raise SpilloverError(f"--quantization {scheme.kind} quantises weights while they load, and host memory has no "
                              "room for all of them; raise --host-memory, or write them once with `spill quantize`")
@@ -59,11 +54,11 @@ def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpec
             return device if _stays(plan, part, spec) else torch.device("cpu")
 
         parts = load_parts(checkpoint, model, specs, dtype, where, progress=progress)
-        return _placed(config, plan, model, parts, specs, None if not _on_disk(plan) else path, transfers, cuts)
+        return _placed(config, plan, model, parts, specs, None if not _on_disk(plan) else path, backend, cuts)
 
 
 def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterator[tuple[str, dict[str, Weight]]],
-            specs: WeightSpecs, path: Path | None, transfers: Transfers, cuts: Cuts | None = None) -> EngineWeights:
+            specs: WeightSpecs, path: Path | None, backend: Backend, cuts: Cuts | None = None) -> EngineWeights:
     """Place the weights. `path`: the checkpoint, given if some weights stay on disk."""
     placement = plan.placement
     if placement is None:
@@ -72,7 +67,7 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
         raise SpilloverError("--load-format dummy has no file for the weights that host memory has no room for; raise "
                              "--host-memory")
     if placement.managed_bytes:
-        return ManagedWeights(parts, placement, _managed_memory(config, plan, transfers), torch.device(plan.device))
+        return ManagedWeights(parts, placement, backend.managed_memory(), torch.device(plan.device))
     disk = None
     if path is not None:
         # The checkpoint stays open as long as the engine runs.
@@ -80,30 +75,12 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
         disk = DiskWeights(PartReader(checkpoint, model, specs, getattr(torch, plan.dtype)))
     shared = None
     if config.host_pool is not None and plan.host_weight_bytes:
-        shared = SharedWeights(socket_path(config.host_pool), transfers.pool)
-    weights: EngineWeights
-    if isinstance(transfers, CudaTransfers):
-        from spillover.engine.cuda.cuda_placement import place_on_cuda  # imports Triton
-
-        weights = place_on_cuda(parts, plan, config, model, disk, transfers, shared)
-    else:
-        # Ranks lend no slots to KV, so their KV pools are separate allocations.
-        kv_bytes = plan.kv_bytes if config.tensor_parallel_size == 1 else 0
-        weights = place_on_cpu(parts, placement, config.policy, transfers, disk, kv_bytes, shared)
+        shared = SharedWeights(socket_path(config.host_pool), backend.transfers.pool)
+    weights = backend.place(parts, model, disk, shared)
     if shared is not None and shared.nbytes:
         log.info("%s of weights are in the shared pool, of which %s were there already",
                  format_bytes(shared.nbytes), format_bytes(shared.found_bytes))
     return weights
-
-
-def _managed_memory(config: EngineConfig, plan: Plan, transfers: Transfers) -> ManagedMemory:
-    """Make the allocator of managed memory: by the CUDA driver, or emulated on a CPU."""
-    if isinstance(transfers, CudaTransfers):
-        from spillover.engine.cuda.managed_memory import CudaManagedMemory
-
-        return CudaManagedMemory(transfers, plan.device_bytes - plan.device_weight_bytes, config.uvm_oversubscribe)
-    assert isinstance(transfers, CpuTransfers)
-    return EmulatedMemory(transfers)
 
 
 def _on_disk(plan: Plan) -> bool:

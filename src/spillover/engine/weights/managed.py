@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from spillover.engine.cuda.graph_weights import GraphAware, StreamedLayers
+from spillover.engine.weights.graph_weights import GraphAware, StreamedLayers
 from spillover.engine.weights.placed import Parts
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.formats.base import Weight

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spillover.engine.cuda.graph_weights import GraphAware
 from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory, SlotOwner
+from spillover.engine.weights.graph_weights import GraphAware
 from spillover.engine.weights.ring import Ring, Source
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import SpilloverError
