@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.arena import Arena
+from spillover.kernels.code_layout import PanelLayout, pack_rows, values_of
 from spillover.kernels.extents import CODE_BLOCK, CODE_PANEL
 from spillover.kernels.fields import ITEMSIZE, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.packed import CODES, Panels
 
-_HALF = CODE_PANEL // 2  # channels of half a panel
 _LISTS = 128  # bytes of the list of matrices before the panels, for at most three matrices
-_ROWS = 128 * CODE_PANEL  # number of rows that are packed at a time
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _DOUBLED_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -47,15 +46,12 @@ class CodeForm:
         return len(self.head or self.block) == 2
 
     @property
-    def head_bytes(self) -> int:
-        return CODE_PANEL * sum(ITEMSIZE[kind] for kind in self.head)
-
-    @property
-    def block_bytes(self) -> int:
-        return CODE_PANEL * (sum(ITEMSIZE[kind] for kind in self.block) + CODE_BLOCK * self.bits // 8)
+    def layout(self) -> PanelLayout:
+        block, head = (tuple(ITEMSIZE[kind] for kind in kinds) for kinds in (self.block, self.head))
+        return PanelLayout(self.bits, block, head, self.unit // CODE_BLOCK)
 
     def panel_bytes(self, columns: int) -> int:
-        return columns // self.unit * self.head_bytes + columns // CODE_BLOCK * self.block_bytes
+        return columns // self.unit * self.layout.unit_bytes
 
 
 CODE_FORMS = {  # by the name of GGUF's type
@@ -185,16 +181,13 @@ class GgufCodes(Panels):
             lists[0] = i + 1
             lists[4 + 4 * i : 8 + 4 * i] = torch.tensor([form.number, form.unit // CODE_BLOCK, rows, start])
             start += panels.numel()
-            together = [left.pop(0)]
-            while left and left[0].form == form:
-                together.append(left.pop(0))
-            whole = together[0] if len(together) == 1 else Codes(
-                form, torch.cat([part.values for part in together]),
-                tuple(map(torch.cat, zip(*(part.block for part in together), strict=True))),
-                tuple(map(torch.cat, zip(*(part.head for part in together), strict=True))))
-            for row in range(0, rows, _ROWS):
-                some = _packed(whole.map(lambda tensor, row=row: tensor[row : row + _ROWS]))  # type: ignore[misc]
-                panels[row // CODE_PANEL : row // CODE_PANEL + some.shape[0]] = some
+            if rows % CODE_PANEL:
+                panels[-1].zero_()
+            row = 0
+            while left and left[0].form == form and row < rows:
+                part = left.pop(0)
+                pack_rows(part.values, part.block, part.head, form.layout, panels, row)
+                row += part.values.shape[0]
         packed[:_LISTS] = lists.view(torch.uint8)
 
 
@@ -216,71 +209,21 @@ def unpack_codes(w: Linear) -> Tensor:
                       for form, rows, panels in w.format._matrices(w.shape, w.tensors[0])])
 
 
-def _packed(codes: Codes) -> Tensor:
-    """Return codes as [panels, bytes]; rows past the last are zero."""
-    form = codes.form
-    rows, columns = codes.values.shape
-    count, units, blocks = -(-rows // CODE_PANEL), columns // form.unit, form.unit // CODE_BLOCK
-    if rows < count * CODE_PANEL:
-        codes = codes.map(lambda part: torch.cat((part, part.new_zeros(count * CODE_PANEL - rows, part.shape[1]))))
-
-    def channels(part: Tensor) -> Tensor:
-        """Reorder [channels, units or blocks] -> bytes [panels, units, blocks of a unit, bytes]."""
-        ordered = part.reshape(count, CODE_PANEL, -1).transpose(1, 2).contiguous().view(torch.uint8)
-        return ordered.view(count, units, -1, CODE_PANEL * part.itemsize)
-
-    flat = _vectors(codes.values, form.bits, count).view(count, units, blocks, -1)
-    inner = torch.cat([*map(channels, codes.block), flat], dim=-1).view(count, units, -1)
-    return torch.cat([*(channels(part).squeeze(2) for part in codes.head), inner], dim=-1).view(count, -1)
-
-
 def _unpacked(form: CodeForm, panels: Tensor) -> Tensor:
     """Return the weight [channels, columns] in float32 of [panels, bytes]."""
     count = panels.shape[0]
-    blocks = form.unit // CODE_BLOCK
-    units = panels.shape[1] // (form.head_bytes + blocks * form.block_bytes)
-    heads, inner = panels.reshape(count, units, -1).split_with_sizes([form.head_bytes, blocks * form.block_bytes], -1)
-    sizes = [CODE_PANEL * ITEMSIZE[kind] for kind in form.block]
-    *block, vectors = inner.reshape(count, units, blocks, -1).split_with_sizes(
-        [*sizes, form.block_bytes - sum(sizes)], -1)
-    head = heads.split_with_sizes([CODE_PANEL * ITEMSIZE[kind] for kind in form.head], -1)
+    layout = form.layout
+    units = panels.shape[1] // layout.unit_bytes
+    heads, inner = panels.reshape(count, units, -1).split_with_sizes(
+        [layout.head_bytes, layout.blocks * layout.block_bytes], -1)
+    sizes = [CODE_PANEL * size for size in layout.block]
+    *block, vectors = inner.reshape(count, units, layout.blocks, -1).split_with_sizes(
+        [*sizes, layout.block_bytes - sum(sizes)], -1)
+    head = heads.split_with_sizes([CODE_PANEL * size for size in layout.head], -1)
 
     def channels(part: Tensor, kind: str) -> Tensor:
         numbers = part.contiguous().view(getattr(torch, kind)).view(count, -1, CODE_PANEL)
         return numbers.transpose(1, 2).reshape(count * CODE_PANEL, -1)
 
-    return Codes(form, _values(vectors, form.bits, count),
+    return Codes(form, values_of(vectors, form.bits, count),
                  tuple(map(channels, block, form.block)), tuple(map(channels, head, form.head))).weight()
-
-
-def _vectors(values: Tensor, bits: int, count: int) -> Tensor:
-    """Reorder values [channels, columns] to the layout of native/coded/coded.h: bytes [panels, blocks, bytes]."""
-    if bits == 8:
-        # half, channel, block, vector, place, parity
-        words = values.view(torch.uint8).reshape(count, 2, _HALF, -1, 8, 2, 2)
-        return words.permute(0, 3, 1, 4, 2, 6, 5).reshape(count, words.shape[3], -1)
-    words = values.reshape(count, 2, _HALF, -1, 4, 2, 2, 2)  # half, channel, block, vector, byte, nibble, parity
-    words = words.permute(0, 3, 1, 4, 6, 2, 7, 5)  # panel, block, half, vector, nibble, channel, parity, byte
-    low = words & 15
-    planes = [(low[:, :, :, :, 0] | low[:, :, :, :, 1] << 4).flatten(3)]
-    if bits > 4:
-        # vectors, codes of a byte, byte
-        high = (words >> 4).reshape(count, words.shape[1], 2, bits - 4, 8 // (bits - 4), 64)
-        shifts = torch.arange(0, 8, bits - 4, dtype=torch.uint8).view(-1, 1)
-        planes.append((high << shifts).sum(4, dtype=torch.uint8).flatten(3))
-    return torch.cat(planes, dim=-1).flatten(2)
-
-
-def _values(vectors: Tensor, bits: int, count: int) -> Tensor:
-    """Reverse `_vectors`."""
-    if bits == 8:
-        signed = vectors.contiguous().view(torch.int8).reshape(count, -1, 2, 8, _HALF, 2, 2)
-        return signed.permute(0, 2, 4, 1, 3, 6, 5).reshape(count * CODE_PANEL, -1)
-    planes = vectors.reshape(count, -1, 2, 64 * bits)
-    low = planes[..., :256].reshape(*planes.shape[:3], 4, 1, _HALF, 2, 2)
-    words = torch.cat((low & 15, low >> 4), dim=4)  # panel, block, half, vector, nibble, channel, parity, byte
-    if bits > 4:
-        high = planes[..., 256:].reshape(*planes.shape[:3], bits - 4, 1, 64)
-        shifts = torch.arange(0, 8, bits - 4, dtype=torch.uint8).view(-1, 1)
-        words = words | (high >> shifts & (1 << bits - 4) - 1).flatten(3).view(words.shape) << 4
-    return words.permute(0, 2, 5, 1, 3, 7, 4, 6).reshape(count * CODE_PANEL, -1)

@@ -9,6 +9,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from spillover.kernels.code_layout import unpack_fields
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.formats.gguf_codes import CODE_FORMS, Codes
 from spillover.kernels.formats.mxfp4 import halved_scales
@@ -36,16 +37,7 @@ def _halves(blocks: Tensor, count: int) -> list[Tensor]:
 
 
 def _nibbles(stored: Tensor, step: int = 16) -> Tensor:
-    """Unpack [..., bytes] to nibbles: of every `step` bytes first the low nibbles, then the high ones."""
-    groups = stored.reshape(*stored.shape[:-1], -1, 1, step)
-    return torch.cat((groups & 15, groups >> 4), dim=-2).flatten(-3)
-
-
-def _bits(stored: Tensor, width: int, step: int) -> Tensor:
-    """Unpack [..., bytes] to fields of `width` bits: of every `step` bytes first the lowest bits, the highest last."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8).view(-1, 1)
-    groups = stored.reshape(*stored.shape[:-1], -1, 1, step)
-    return (groups >> shifts & (1 << width) - 1).flatten(-3)
+    return unpack_fields(stored, 4, step)
 
 
 def _four(numbers: int) -> Callable[[Tensor], _Split]:
@@ -55,7 +47,7 @@ def _four(numbers: int) -> Callable[[Tensor], _Split]:
 def _five(numbers: int) -> Callable[[Tensor], _Split]:
     def split(blocks: Tensor) -> _Split:
         high, low = blocks[..., 2 * numbers :].split_with_sizes([CODE_BLOCK // 8, CODE_BLOCK // 2], -1)
-        return _nibbles(low) | _bits(high, 1, 1) << 4, _halves(blocks, numbers), []
+        return unpack_fields(high, 1, 1, _nibbles(low)), _halves(blocks, numbers), []
     return split
 
 
@@ -68,7 +60,7 @@ def _k(bits: int) -> Callable[[Tensor], _Split]:
         _, scales, high, low = blocks.split_with_sizes([4, 12, _SUPER // 8 * (bits - 4), _SUPER // 2], -1)
         values = _nibbles(low, 32)
         if bits == 5:
-            values |= _bits(high, 1, 32) << 4
+            unpack_fields(high, 1, 32, values)
         first, second, third = scales.split_with_sizes([4, 4, 4], -1)
         sub_scales = torch.cat((first & 63, third & 15 | first >> 2 & 48), -1)
         sub_offsets = torch.cat((second & 63, third >> 4 | second >> 2 & 48), -1)
@@ -79,7 +71,7 @@ def _k(bits: int) -> Callable[[Tensor], _Split]:
 def _six_k(blocks: Tensor) -> _Split:
     low, high, scales, last = blocks.split_with_sizes([_SUPER // 2, _SUPER // 4, _SUPER // 16, 2], -1)
     signed = scales.contiguous().view(torch.int8).flatten(1)
-    return _nibbles(low, 64) | _bits(high, 2, 32) << 4, [signed[:, 0::2], signed[:, 1::2]], _halves(last, 1)
+    return unpack_fields(high, 2, 32, _nibbles(low, 64)), [signed[:, 0::2], signed[:, 1::2]], _halves(last, 1)
 
 
 def _mxfp4(blocks: Tensor) -> _Split:
