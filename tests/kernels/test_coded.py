@@ -24,9 +24,11 @@ from spillover.kernels.formats.gguf_codes import CODE_FORMS, GgufCodes, grouped_
 from spillover.kernels.linear import embedding, embedding_reference, linear
 from spillover.kernels.native import build
 from spillover.models.gguf.gguf_codes import codes_of
-from support.models.coded_weights import KINDS, coded, room, stored
+from support.models.coded_weights import KINDS, NVFP4, coded, room, stored
 
-STEP = {kind: max(CODE_BLOCK, gguf.GGML_QUANT_SIZES[kind][0]) for kind in KINDS}  # columns of a block
+FORMS: list[Kind | str] = [*KINDS, *NVFP4]
+STEP = {kind: max(CODE_BLOCK, gguf.GGML_QUANT_SIZES[kind][0]) if isinstance(kind, Kind) else CODE_BLOCK
+        for kind in FORMS}  # columns of a block
 needs_codes = pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU does not multiply codes")
 
 
@@ -116,10 +118,10 @@ def test_groups_of_any_length_with_float32_scales(bits: int, group: int, n: int,
 
 @needs_codes
 @settings(max_examples=80, deadline=None)
-@given(kind=st.sampled_from(KINDS), rows=st.integers(1, 70), n=st.integers(1, 150), blocks=st.integers(1, 20),
+@given(kind=st.sampled_from(FORMS), rows=st.integers(1, 70), n=st.integers(1, 150), blocks=st.integers(1, 20),
        bias=st.booleans(), spread=st.integers(0, 20), seed=st.integers(0, 999))
-def test_a_coded_product_is_as_near_as_float32(kind: Kind, rows: int, n: int, blocks: int, bias: bool, spread: int,
-                                               seed: int) -> None:
+def test_a_coded_product_is_as_near_as_float32(kind: Kind | str, rows: int, n: int, blocks: int, bias: bool,
+                                               spread: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     columns = math.ceil(blocks * CODE_BLOCK / STEP[kind]) * STEP[kind]
     weight = coded(kind, n, columns, seed)
@@ -134,9 +136,9 @@ def test_a_coded_product_is_as_near_as_float32(kind: Kind, rows: int, n: int, bl
 
 
 @needs_codes
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize(("n", "k"), [(96, 64), (70, 32), (576, 1536), (961, 576)])
-def test_a_row_has_the_same_bits_in_every_batch(kind: Kind, n: int, k: int) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(kind: Kind | str, n: int, k: int) -> None:
     k = math.ceil(k / STEP[kind]) * STEP[kind]
     x = torch.randn(300, k) * torch.exp2(torch.randint(-10, 10, (k,)))
     weight, offset = coded(kind, n, k), torch.randn(n)
@@ -162,9 +164,9 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(rows: int) -> None:
 
 
 @needs_codes
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("rows", [2, 40])
-def test_odd_numbers_stay_in_their_row(kind: Kind, rows: int) -> None:
+def test_odd_numbers_stay_in_their_row(kind: Kind | str, rows: int) -> None:
     weight = coded(kind, 64, STEP[kind])
     x = torch.randn(rows, STEP[kind])
     expected = linear(x[1:], weight)
@@ -180,8 +182,8 @@ def test_odd_numbers_stay_in_their_row(kind: Kind, rows: int) -> None:
 
 
 @needs_codes
-@pytest.mark.parametrize("kind", KINDS)
-def test_embedding_looks_rows_up(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", FORMS)
+def test_embedding_looks_rows_up(kind: Kind | str) -> None:
     weight = coded(kind, 100, 3 * STEP[kind])
     ids = torch.randint(0, 100, (50,))
     expected = unpack_codes(weight)[ids]
@@ -233,7 +235,7 @@ def test_other_instructions_of_x86_give_the_same_bits(other: str) -> None:
     source = Path(__file__).parents[1] / "support/kernels/emulated_tiles.cpp" if tiles else folder / "coded/coded.cpp"
     library = built([source, folder / "team.cpp"],
                     f"{cores['avx512-vnni']} -mavx512bf16" if tiles else cores["avx512"])
-    weights = [coded(kind, 70, 512) for kind in KINDS]
+    weights = [coded(kind, 70, 512) for kind in FORMS]
     weights.append(pack_codes([grouped_codes(torch.randint(-128, 128, (70, 512)).to(torch.int8), torch.randn(70, 4),
                                              torch.randn(70, 4))]))
     for weight in weights:

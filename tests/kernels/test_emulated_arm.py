@@ -40,7 +40,7 @@ from spillover.plan.hardware import probe
 from spillover.plan.planner import PlanRequest, make_plan
 from support.kernels.emulated import COMPILER, EmulatedLibrary, emulated, missing
 from support.kernels.sequences import sequences
-from support.models.coded_weights import KINDS, coded, room
+from support.models.coded_weights import KINDS, NVFP4, coded, room
 from support.models.loading import dummy_weights
 
 pytestmark = [
@@ -115,12 +115,13 @@ def in_groups(bits: int, n: int, k: int) -> Linear:
 
 @pytest.mark.parametrize("level", ["dotprod", "i8mm"])
 def test_products_with_codes(level: str) -> None:
-    weights: dict[tuple[Kind | int, int, int], tuple[Linear, Tensor, Tensor]] = {}
+    weights: dict[tuple[Kind | str | int, int, int], tuple[Linear, Tensor, Tensor]] = {}
     here = {}
-    for kind in (*KINDS, 4, 8):  # 4 and 8: bits of integers in groups of 128
-        for n, k in SHAPES if isinstance(kind, Kind) and GGML_QUANT_SIZES[kind][0] == 32 else [(70, 512)]:
+    for kind in (*KINDS, *NVFP4, 4, 8):  # 4 and 8: bits of integers in groups of 128
+        step = GGML_QUANT_SIZES[kind][0] if isinstance(kind, Kind) else 32 if kind in NVFP4 else 128
+        for n, k in SHAPES if step == 32 else [(70, 512)]:
             sizes = torch.exp2(torch.randint(-10, 10, (k,)))  # columns differ in magnitude, as in activations
-            weight = coded(kind, n, k) if isinstance(kind, Kind) else in_groups(kind, n, k)
+            weight = coded(kind, n, k) if isinstance(kind, Kind | str) else in_groups(kind, n, k)
             weights[kind, n, k] = weight, torch.randn(max(ROWS), k) * sizes, torch.randn(n)
             if native.multiplies_codes():
                 here[kind, n, k] = linear(weights[kind, n, k][1], weights[kind, n, k][0], weights[kind, n, k][2])

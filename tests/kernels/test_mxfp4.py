@@ -6,8 +6,8 @@ import torch
 from spillover.kernels import native
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.base import Linear, Target
+from spillover.kernels.formats.fp4_panels import Fp4Panels
 from spillover.kernels.formats.mxfp4 import GROUP, MXFP4, VALUES, dequantize, quantize
-from spillover.kernels.formats.mxfp4_panels import Mxfp4Panels
 from spillover.kernels.linear import linear
 
 
@@ -46,7 +46,7 @@ def test_every_value_goes_to_the_nearest() -> None:
 def test_a_cpu_multiplies_with_the_codes(sizes: tuple[int, ...]) -> None:
     shape, random = LinearShape(sizes, 5 * GROUP), torch.Generator().manual_seed(1)
     form = MXFP4.packed(native.panel_width(), shape)
-    assert form == Mxfp4Panels(MXFP4)
+    assert form == Fp4Panels(MXFP4)
     target = Target("float32", torch.device("cpu"))
     values, scales = MXFP4.dummy(shape, 0, target, random)
     scales[:2] = torch.tensor([0, 1, 2, 254, 127, 0, 0, 0], dtype=torch.uint8)  # the smallest and largest

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import native
+from spillover.kernels.formats.fp4_panels import Fp4Panels
 from spillover.kernels.formats.mxfp4 import MXFP4, dequantize, quantize
-from spillover.kernels.formats.mxfp4_panels import Mxfp4Panels
 from support.models.hf_reference import VOCAB, all_architectures, config_dict, greedy, reference_logits, tiny_model
 from support.models.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 
@@ -112,7 +112,7 @@ def test_mxfp4_experts_stay_as_stored_and_compute_what_their_values_say(kernels:
     paged = PagedModel(checkpoint)
     layer_weights = paged.weights.parts["layers.0"]
     form = layer_weights["experts.gate_up"].format
-    assert (form.base if isinstance(form, Mxfp4Panels) else form) == MXFP4
+    assert (form.base if isinstance(form, Fp4Panels) else form) == MXFP4
     assert {tensor.dtype for tensor in layer_weights["experts.gate_up"].tensors} == {torch.uint8}
     prompt = prompts_and_logits("gpt_oss")[0]["37"]
     assert_close(paged.step({"a": prompt})["a"], reference_logits(model, prompt))

@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from spillover.errors import CheckpointError
+from spillover.kernels import native
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.choice import Dequantized
+from spillover.kernels.formats.fp4_panels import Fp4Panels
 from spillover.kernels.formats.fp8_block import FP8_TENSOR
 from spillover.kernels.formats.grouped_int import GroupedInt
 from spillover.kernels.formats.mxfp4 import Mxfp4
-from spillover.kernels.formats.mxfp4_panels import Mxfp4Panels
 from spillover.kernels.formats.nvfp4 import Nvfp4
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.registry import architecture
@@ -131,8 +132,10 @@ def test_numbers_are_the_packages_own(case: str) -> None:
         # The package rounds to the type of the scales; the weights kept here are not rounded.
         assert torch.equal(found.bfloat16(), wanted.bfloat16()), name
         kept = {"pack": GroupedInt, "int-": GroupedInt, "nvfp": Nvfp4, "mxfp": Mxfp4}.get(SCHEMES[case][0][:4])
-        form = linear.format.base if isinstance(linear.format, Mxfp4Panels) else linear.format
+        form = linear.format.base if isinstance(linear.format, Fp4Panels) else linear.format
         assert kept is None or isinstance(integers(linear) or form, kept)
+        in_panels = SCHEMES[case][0].startswith(("nvfp4", "mxfp4")) and native.multiplies_codes()
+        assert isinstance(linear.format, Fp4Panels) == in_panels
         assert kept is None or linear.nbytes < wanted.numel() * 1.6
 
 

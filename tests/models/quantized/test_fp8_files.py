@@ -17,14 +17,17 @@ from spillover.errors import CheckpointError
 from spillover.kernels import native
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats import fp8_block, mxfp4
-from spillover.kernels.formats.base import Linear, Target
+from spillover.kernels.formats.base import Linear, Target, WeightFormat
 from spillover.kernels.formats.choice import Dequantized
+from spillover.kernels.formats.fp4_panels import Fp4Panels
 from spillover.kernels.formats.fp8_panels import Fp8Panels
 from spillover.kernels.formats.fp8_rows import Fp8Rows
 from spillover.kernels.formats.nvfp4 import Nvfp4
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import kept_on
+from spillover.plan.hardware import probe
+from spillover.plan.planner import PlanRequest, make_plan
 from support.models.hf_reference import greedy, reference_logits
 from support.models.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 from support.models.quantized_files import Write, greedy_tokens, quantized_model
@@ -64,6 +67,10 @@ def nvfp4(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
             f"{module}.weight_scale_2": whole, f"{module}.input_scale": torch.ones(())}, numbers
 
 
+def stored_as(form: WeightFormat) -> WeightFormat:
+    return form.base if isinstance(form, Fp4Panels | Fp8Panels) else form
+
+
 def converted(module: str) -> bool:
     return module != "lm_head" and "layers.1.mlp" not in module
 
@@ -92,8 +99,9 @@ def test_values_times_scales(case: str) -> None:
     linear = paged.weights.parts["layers.0"]["qkv"]
     wanted = torch.cat([model.state_dict()[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"])
     assert torch.equal(linear.format.dequantize(linear, torch.float32), wanted)
-    assert isinstance(linear.format, Nvfp4) == (case == "modelopt NVFP4")
-    assert not isinstance(paged.weights.parts["layers.1"]["down"].format, Nvfp4)
+    in_codes = {name: isinstance(stored_as(paged.weights.parts[f"layers.{layer}"][name].format), Nvfp4)
+                for layer, name in ((0, "qkv"), (1, "down"))}
+    assert in_codes == {"qkv": case == "modelopt NVFP4", "down": False}
     assert_close(paged.step({"a": PROMPT})["a"], reference_logits(model, PROMPT))
 
 
@@ -118,6 +126,27 @@ def test_a_cpu_keeps_linears_in_codes_and_rounds_one_that_the_checkpoint_has_wid
     assert 0 < (made - exact).abs().max() <= exact.abs().max() / 16
 
 
+@pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU does not multiply codes")
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@torch.no_grad()
+def test_a_cpu_multiplies_nvfp4_in_codes_with_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantization = MODELOPT | {"quant_algo": "NVFP4", "ignore": ["lm_head", "*.gate"]}
+    model, config, tensors = quantized_model(name, nvfp4, quantization, wanted=lambda module: module != "lm_head")
+    arch = architecture(config)
+    parsed = arch.config(config)
+    kept = PagedModel(StateDict(config, tensors))
+    quantized = ("qkv", "o", *(("experts.gate_up", "experts.down") if name == "mixtral" else ("gate_up", "down")))
+    assert {type(kept.weights.parts["layers.0"][key].format) for key in quantized} == {Fp4Panels}
+    request = PlanRequest(device="cpu", dtype="float32", max_model_len=64)
+    plan = make_plan(request, parsed, arch.weight_specs(parsed), probe())
+    assert plan.weight_bytes == sum(w.nbytes for part in kept.weights.parts.values() for w in part.values())
+    tokens = greedy_tokens(kept, PROMPT, 16)
+    monkeypatch.setattr(Fp4Panels, "serves", lambda shape: False)
+    dequantized = PagedModel(StateDict(config, tensors))
+    assert {type(dequantized.weights.parts["layers.0"][key].format) for key in quantized} == {Nvfp4}
+    assert tokens == greedy_tokens(dequantized, PROMPT, 16) == greedy(model, PROMPT, 16)
+
+
 @pytest.mark.parametrize(("case", "kept", "on_cuda"), [
     ("vLLM", fp8_block.Fp8Block, fp8_block.Fp8Block), ("modelopt", fp8_block.Fp8Block, fp8_block.Fp8Block),
     ("modelopt rows", Fp8Rows, Dequantized), ("modelopt NVFP4", Nvfp4, Dequantized),
@@ -129,7 +158,7 @@ def test_experts_stay_in_codes(case: str, kept: type, on_cuda: type) -> None:
     model, config, tensors = quantized_model("mixtral", write, quantization, wanted=lambda module: module != "lm_head")
     paged = PagedModel(StateDict(config, tensors))
     form = paged.weights.parts["layers.0"]["experts.gate_up"].format
-    assert isinstance(form.base if isinstance(form, Fp8Panels) else form, kept)
+    assert isinstance(stored_as(form), kept)
     assert_close(paged.step({"a": PROMPT})["a"], reference_logits(model, PROMPT))
     arch = architecture(config)
     specs = kept_on(arch.weight_specs(arch.config(config)), "cuda", "bfloat16")["layers.0"]

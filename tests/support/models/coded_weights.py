@@ -1,18 +1,20 @@
-"""Random weights in the codes of GGUF files, and the required accuracy of products with them."""
+"""Random weights in the codes of GGUF files and of NVFP4, and the required accuracy of products with them."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.formats.base import Linear
-from spillover.kernels.formats.gguf_codes import CODE_FORMS, pack_codes
+from spillover.kernels.formats.gguf_codes import CODE_FORMS, Codes, nvfp4_form, pack_codes
 from spillover.models.gguf.gguf_codes import codes_of
 
 KINDS = [Kind[name] for name in CODE_FORMS]
+NVFP4 = ("NVFP4", "NVFP4, divided")  # by whether scales are multiplied by the global one or divided by it
 _HALVES = {Kind.Q4_1: (0, 2), Kind.Q5_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
            Kind.MXFP4: ()}
 
@@ -30,7 +32,15 @@ def stored(kind: Kind, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     return blocks.reshape(rows, -1)
 
 
-def coded(kind: Kind, rows: int, columns: int, seed: int = 0) -> Linear:
+def coded(kind: Kind | str, rows: int, columns: int, seed: int = 0) -> Linear:
+    """Return a weight of a type of GGUF, or of one in NVFP4."""
+    if isinstance(kind, str):
+        random = torch.Generator().manual_seed(seed)
+        values = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=random)
+        scales = (torch.randn(2, rows, columns // CODE_BLOCK, generator=random) * 100).to(torch.float8_e4m3fn)
+        divides = kind == NVFP4[1]
+        head = (torch.rand(rows, 1, generator=random) + 0.5) * (100 if divides else 0.01)
+        return pack_codes([Codes(nvfp4_form(columns, divides), values, tuple(scales), (head,))])
     return pack_codes([codes_of(stored(kind, rows, columns, seed), kind)])
 
 

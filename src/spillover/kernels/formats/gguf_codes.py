@@ -26,7 +26,8 @@ _DOUBLED_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 @dataclass(frozen=True)
 class CodeForm:
     """A way to write weights as codes. Without a head: w = block[0] * code + block[1], or block[0] * code. With a
-    float16 head: w = head[0] * block[0] * code - head[1] * block[1]; with a float32 one: w = head[0] * code + head[1].
+    float16 head: w = head[0] * block[0] * code - head[1] * block[1]; with a float32 one: w = head[0] * code + head[1],
+    or with scales of parts w = head[0] * block[part] * code, or block[part] / head[0] * code if the head `divides`.
     Codes without an offset are counted from the middle of their range."""
 
     number: int  # number of this form in native/coded/coded.cpp
@@ -35,11 +36,12 @@ class CodeForm:
     head: tuple[str, ...] = ()  # types of the numbers of each row and `unit` columns
     unit: int = CODE_BLOCK  # columns that share a head
     values: tuple[int, ...] = ()  # values that codes are indices of; none: codes are numbers
+    divides: bool = False  # whether the block's numbers are divided by the head's
 
     @property
     def parts(self) -> int:
         """Return the number of parts of a block, each with its own scale."""
-        return self.block.count("int8") or 1
+        return sum(kind in ("int8", "float8_e4m3fn") for kind in self.block) or 1
 
     @property
     def has_offset(self) -> bool:
@@ -74,6 +76,13 @@ def grouped_form(bits: int, group: int) -> CodeForm:
     return CodeForm({4: 10, 8: 11}[bits], bits, (), ("float32", "float32"), group)
 
 
+def nvfp4_form(columns: int, divides: bool) -> CodeForm:
+    """Return the form of NVFP4 in rows of `columns`: two e4m3 scales per block, for 16 columns each, and per row a
+    float32 number by which they are multiplied, or divided if it `divides`."""
+    return CodeForm(13 if divides else 12, 4, ("float8_e4m3fn", "float8_e4m3fn"), ("float32",), columns,
+                    _DOUBLED_FP4_VALUES, divides)
+
+
 def splits_blocks(columns: tuple[int, int] | None, units: Iterable[int]) -> bool:
     """Return whether a part of a matrix begins or ends within a block, or within columns that share a head."""
     return columns is not None and any(bound % unit for bound in columns for unit in (CODE_BLOCK, *units))
@@ -103,7 +112,8 @@ class Codes:
         head = tuple(part.float().repeat_interleave(form.unit // CODE_BLOCK, dim=1) for part in self.head)
         scales, *offsets = head or block
         if block and head:
-            scales = torch.stack([head[0] * part for part in block[: form.parts]], dim=-1).flatten(1)
+            scales = torch.stack([part / head[0] if form.divides else head[0] * part for part in block[: form.parts]],
+                                 dim=-1).flatten(1)
             offsets = [-(head[1] * block[1])] if form.has_offset else []
         values = self.values
         if form.values:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spillover.kernels import native
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat, register
 from spillover.kernels.formats.dense import DENSE
@@ -68,9 +67,9 @@ class Mxfp4(WeightFormat):
         return DENSE
 
     def packed(self, width: int, shape: LinearShape) -> WeightFormat:
-        from spillover.kernels.formats.mxfp4_panels import Mxfp4Panels
+        from spillover.kernels.formats.fp4_panels import Fp4Panels
 
-        return Mxfp4Panels(self) if native.multiplies_codes() and shape.in_features % GROUP == 0 else self
+        return Fp4Panels(self) if Fp4Panels.serves(shape) else self
 
     def host_code(self, dtype: torch.dtype) -> int | None:
         return 4

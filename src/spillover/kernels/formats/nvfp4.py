@@ -45,6 +45,11 @@ class Nvfp4(WeightFormat):
             return made.to(torch.float8_e4m3fn)
         return torch.randint(0, 256, field.shape, dtype=torch.uint8, device=device, generator=random)
 
+    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
+        from spillover.kernels.formats.fp4_panels import Fp4Panels
+
+        return Fp4Panels(self) if Fp4Panels.serves(shape) else self
+
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
         for name, rows in reader.matrices:
             if shape.in_features % GROUP:

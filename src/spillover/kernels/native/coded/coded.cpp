@@ -1,5 +1,5 @@
 // y = x W^T + b over weights that keep the codes of their file, of four to eight bits: every block of 32 codes of a row
-// (16 in one form) has a scale, and in some forms an offset, w = scale * code + offset.
+// (16 in some forms) has a scale, and in some forms an offset, w = scale * code + offset.
 //
 // A block of x is converted to 24-bit fixed point, in three digits of eight bits, which rounds no more than sums of
 // float32 do. The digits are signed, from -128 to 127. Digits times codes are summed without rounding and so in any
@@ -117,6 +117,7 @@ struct One {
     }
     static float bytes(const uint8_t* p) { return *p; }
     static float signed_bytes(const uint8_t* p) { return static_cast<int8_t>(*p); }
+    static float e4m3(const uint8_t* p) { return Fp8Pool::load<1>(p)[0] * Fp8Pool::kUnit; }
     static float floats(const uint8_t* p) { return load<float>(p); }
 
   private:
@@ -173,6 +174,8 @@ constexpr Kernels kForms[] = {
     kernels_of<Form<Table<DoubledFp4Values>, Brains>>(),        // MXFP4
     kernels_of<Form<Planes<0>, Floats>>(),                      // four bits in groups of any length
     kernels_of<Form<SignedBytes, Floats>>(),                    // eight bits in groups of any length
+    kernels_of<Form<Table<DoubledFp4Values>, E4m3<false>>>(),   // NVFP4
+    kernels_of<Form<Table<DoubledFp4Values>, E4m3<true>>>(),    // NVFP4 with scales that are divided
 };
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "../vector.h"
+#include "../codes.h"
 
 namespace {
 
@@ -126,6 +126,22 @@ struct Floats {
     template <class Lanes>
     static auto offset(const uint8_t* head, const uint8_t*, int64_t channel) {
         return Lanes::floats(head + 128 + channel * 4);
+    }
+};
+
+// Scales in e4m3 for 16 columns each, multiplied by a float32 of the head, or divided by it.
+template <bool DIVIDED>
+struct E4m3 {
+    static constexpr int64_t kHead = 128, kBytes = 64, kParts = 2;
+    static constexpr bool kOffset = false;
+    template <class Lanes>
+    static auto scale(const uint8_t* head, const uint8_t* block, int64_t channel, int64_t part) {
+        const auto whole = Lanes::floats(head + channel * 4), own = Lanes::e4m3(block + part * 32 + channel);
+        if constexpr (DIVIDED) {
+            return own / whole;
+        } else {
+            return own * whole;
+        }
     }
 };
 

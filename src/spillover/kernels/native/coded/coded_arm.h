@@ -48,6 +48,7 @@ struct Lanes {
     static float32x4_t signed_bytes(const uint8_t* p) {
         return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(four(p))))));
     }
+    static float32x4_t e4m3(const uint8_t* p) { return (float32x4_t)(Fp8Pool::load<4>(p) * Fp8Pool::kUnit); }
     static float32x4_t floats(const uint8_t* p) { return vreinterpretq_f32_u8(vld1q_u8(p)); }
 
   private:

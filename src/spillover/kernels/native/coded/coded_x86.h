@@ -27,6 +27,7 @@ struct Lanes {
     static __m512 brains(const uint8_t* p) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(shorts(p)), 16); }
     static __m512 bytes(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen(p))); }
     static __m512 signed_bytes(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen(p))); }
+    static __m512 e4m3(const uint8_t* p) { return (__m512)(Fp8Pool::load<kHalf>(p) * Fp8Pool::kUnit); }
     static __m512 floats(const uint8_t* p) { return _mm512_loadu_ps(p); }
 
   private:
