@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from spillover.kernels import native, quantize
 from spillover.kernels.quantize import InputStats, gptq_round, int_scales, round_to_fp8, round_to_int
 
 BITS = (4, 8)
@@ -61,6 +64,33 @@ def test_columns_that_count_more_have_less_error() -> None:
     assert error(int_scales(weight, 4, 32, torch.float32, importance)) < error(int_scales(weight, 4, 32, torch.float32))
 
 
+@pytest.mark.skipif(native.library() is None, reason="the native kernels are off")
+@settings(deadline=None, max_examples=60)
+@given(bits=st.sampled_from(BITS), group=st.sampled_from([32, 64, 128]), rows=st.integers(1, 40),
+       seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+       counted=st.booleans(), size=st.sampled_from([1e-6, 0.05, 30.0]))
+def test_native_scales_have_the_error_of_torch(bits: int, group: int, rows: int, seed: int, dtype: torch.dtype,
+                                               counted: bool, size: float) -> None:
+    random = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, 384, generator=random) * size
+    weight[:, :group] *= seed % 2  # a group of zeros, every second time
+    importance = torch.rand(384, generator=random) if counted else None
+    found = int_scales(weight, bits, group, dtype, importance)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize.native, "library", lambda: None)
+        expected = int_scales(weight, bits, group, dtype, importance)
+
+    def errors(scales: torch.Tensor) -> torch.Tensor:
+        wide = scales.double().repeat_interleave(group, 1)
+        made = (weight / wide.float()).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * wide
+        wrong = (made - weight).square() * (1 if importance is None else importance)
+        return wrong.view(rows, -1, group).sum(-1)
+
+    assert found.dtype == dtype
+    assert (errors(found) <= errors(expected) * (1 + 1e-4) + 1e-30).all()
+    assert (found == expected).float().mean() > 0.95, "others only where two have nearly the same error"
+
+
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     weight = torch.randn(300, 4096, generator=torch.Generator().manual_seed(3))  # several pieces of rows
     whole = round_to_int(weight, 4, 128, torch.bfloat16)
@@ -73,10 +103,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 def test_zeros_stay_zeros(bits: int) -> None:
     weight = weights()
     weight[3] = 0
-    for made in (round_to_int(weight, bits, 32, torch.bfloat16), round_to_fp8(weight, torch.bfloat16)):
-        found = made.dequantize(torch.float32)
-        assert not found[3].any()
-        assert found.isfinite().all()
+    for dtype in (torch.bfloat16, torch.float16):
+        for made in (round_to_int(weight, bits, 32, dtype), round_to_fp8(weight, dtype)):
+            found = made.dequantize(torch.float32)
+            assert not found[3].any()
+            assert found.isfinite().all()
 
 
 def test_fp8_takes_the_nearest_value_of_its_row() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from spillover.kernels import native
 
 E4M3_MAX = 448.0
 DAMPING = 0.01  # share of the mean diagonal of a sum of x xT that is added to its diagonal
@@ -13,7 +16,9 @@ SHRINKS = 24  # number of scales tried for a group, from the one that clips noth
 LEAST = 0.6
 BLOCK = 128  # columns that are rounded between two updates of all later columns
 _NUMBERS = 1 << 18  # weights that the search for scales processes at a time
-_TINY = 1e-12  # lower bound of scales, for groups of zeros
+_LEAST_SCALES = {torch.float16: 2.0**-24}  # by type: the smallest number above zero, for groups of zeros; others 1e-12
+_LANES = 16  # most floats that the native search loads at once
+_SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of their numbers in native/int_scales.cpp
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ def round_to_int(weight: Tensor, bits: int, group: int, dtype: torch.dtype) -> Q
 def round_to_fp8(weight: Tensor, dtype: torch.dtype) -> Quantized:
     """Round each weight [N, K] to the nearest e4m3 value; scales [N, 1] of `dtype` put a row's largest near 448."""
     weight = weight.float()
-    scales = (weight.abs().amax(1, keepdim=True) / E4M3_MAX).clamp(min=_TINY).to(dtype)
+    scales = (weight.abs().amax(1, keepdim=True) / E4M3_MAX).clamp(min=_least_scale(dtype)).to(dtype)
     values = (weight / scales.float()).clamp(-E4M3_MAX, E4M3_MAX)
     return Quantized(values.to(torch.float8_e4m3fn), scales)
 
@@ -50,6 +55,9 @@ def round_to_fp8(weight: Tensor, dtype: torch.dtype) -> Quantized:
 def int_scales(weight: Tensor, bits: int, group: int, dtype: torch.dtype, importance: Tensor | None = None) -> Tensor:
     """Return the scales [N, K / group] that round weight [N, K] with the least squared error, in which column k counts
     `importance[k]` times."""
+    library = native.library() if weight.device.type == "cpu" and group % _LANES == 0 else None
+    if library is not None:
+        return _native_scales(library, weight.float().contiguous(), bits, group, dtype, importance)
     rows, columns = weight.shape
     if rows * columns > _NUMBERS and rows > 1:
         step = max(1, _NUMBERS // columns)
@@ -58,10 +66,10 @@ def int_scales(weight: Tensor, bits: int, group: int, dtype: torch.dtype, import
     values = weight.float().view(rows, -1, group)
     weights = None if importance is None else importance.float().view(1, -1, group)
     top = 2 ** (bits - 1) - 1
-    full = values.abs().amax(-1, keepdim=True).clamp(min=_TINY * top) / top  # [N, groups, 1]
+    full = values.abs().amax(-1, keepdim=True).clamp(min=_least_scale(dtype) * top) / top  # [N, groups, 1]
     best, least = full.to(dtype), torch.full_like(full, torch.inf)
     for step in range(SHRINKS):
-        scales = (full * (1 - step * (1 - LEAST) / (SHRINKS - 1))).to(dtype)
+        scales = (full * _shrink(step)).to(dtype)
         wide = scales.float()
         error = (_codes(values, wide, bits) * wide - values).square_()
         total = (error if weights is None else error * weights).sum(-1, keepdim=True)
@@ -69,6 +77,26 @@ def int_scales(weight: Tensor, bits: int, group: int, dtype: torch.dtype, import
         best, least = torch.where(better, scales, best), torch.where(better, total, least)
     chosen: Tensor = best.squeeze(-1)
     return chosen
+
+
+def _least_scale(dtype: torch.dtype) -> float:
+    return _LEAST_SCALES.get(dtype, 1e-12)
+
+
+def _shrink(step: int) -> float:
+    return 1 - step * (1 - LEAST) / (SHRINKS - 1)
+
+
+def _native_scales(library: ctypes.CDLL, weight: Tensor, bits: int, group: int, dtype: torch.dtype,
+                   importance: Tensor | None) -> Tensor:
+    """Return the same scales, or others of equal error: sums are added up in another order."""
+    rows, columns = weight.shape
+    scales = torch.empty(rows, columns // group)
+    shrinks = torch.tensor([_shrink(step) for step in range(SHRINKS)])
+    counts = None if importance is None else importance.float().contiguous()
+    library.int_scales(weight.data_ptr(), rows, columns, group, bits, _SCALE_TYPES.index(dtype), _least_scale(dtype),
+                       shrinks.data_ptr(), SHRINKS, native.pointer(counts), scales.data_ptr())
+    return scales.to(dtype)
 
 
 @dataclass(frozen=True)
