@@ -101,11 +101,11 @@ def test_a_sequence_longer_than_the_pool_has_the_same_bits(block_size: int, kind
     wanted = params(24, logprobs=0)
     with LLM(str(tmp_path), **flags) as llm:
         resident = [scores(output) for output in llm.generate(prompts, wanted, use_tqdm=False)]
-    cold: list[int] = []
+    offloaded: list[int] = []
     original = OffloadStage.prefix
 
     def prefix(stage: OffloadStage, item: StepItem) -> StagedPrefix:
-        cold.append(len(item.host_blocks))
+        offloaded.append(len(item.host_blocks))
         assert stage.in_place
         stage.in_place = in_place
         made = original(stage, item)
@@ -118,4 +118,4 @@ def test_a_sequence_longer_than_the_pool_has_the_same_bits(block_size: int, kind
         assert llm.plan.offloaded_blocks > 0
         outputs = llm.generate(prompts, wanted, use_tqdm=False)
     assert [scores(output) for output in outputs] == resident
-    assert max(cold) * block_size > 1000
+    assert max(offloaded) * block_size > 1000

@@ -54,16 +54,16 @@ def test_a_sequence_longer_than_the_pool_has_the_same_tokens(flags: dict[str, st
     rng = random.Random(2)
     prompts = [[rng.randrange(300) for _ in range(length)] for length in (9000, 90, 5001)]
     resident = generate(tmp_path, prompts, max_model_len=12288, gpu_memory="2GB", **flags)
-    cold: list[int] = []
+    offloaded: list[int] = []
     original = OffloadStage.prefix
 
     def prefix(stage: OffloadStage, item: StepItem) -> StagedPrefix:
-        cold.append(len(item.host_blocks))
+        offloaded.append(len(item.host_blocks))
         return original(stage, item)
 
     monkeypatch.setattr(OffloadStage, "prefix", prefix)
     streamed = generate(tmp_path, prompts, max_model_len=12288, max_num_batched_tokens=1024, host_memory="1GB",
                         num_gpu_blocks_override=160, **flags)
-    assert max(cold) * 16 > 4096 + 1024  # more than one segment
+    assert max(offloaded) * 16 > 4096 + 1024  # more than one segment
     assert streamed == resident
     assert [len(tokens) for tokens in streamed] == [24] * 3

@@ -9,7 +9,7 @@ import pytest
 
 from spillover.memory.transfer import link_queue
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
-from spillover.memory.transfer.link_queue import LinkQueue, Priority, Turn
+from spillover.memory.transfer.link_queue import LinkQueue, Priority, QueuedCopy
 
 MB = 1 << 20
 
@@ -19,20 +19,20 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_queue, "MAX_WAIT_SECONDS", 30.0)
 
 
-def start(queue: LinkQueue, priority: Priority, order: list[str]) -> tuple[threading.Thread, Turn]:
+def start(queue: LinkQueue, priority: Priority, order: list[str]) -> tuple[threading.Thread, QueuedCopy]:
     """Start a copy on a separate thread; return once it waits for the link."""
-    turn = Turn(priority, MB)
+    copy = QueuedCopy(priority, MB)
     before = waiting(queue)
 
-    def copy() -> None:
-        with queue.turn(turn):
-            order.append(turn.priority.name)
+    def run() -> None:
+        with queue.admit(copy):
+            order.append(copy.priority.name)
 
-    thread = threading.Thread(target=copy, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     while waiting(queue) == before:
         time.sleep(0.001)
-    return thread, turn
+    return thread, copy
 
 
 def waiting(queue: LinkQueue) -> int:
@@ -42,7 +42,7 @@ def waiting(queue: LinkQueue) -> int:
 @pytest.mark.usefixtures("patient")
 def test_what_waits_goes_by_its_priority_and_not_by_its_time() -> None:
     queue, order = LinkQueue(duplex=False, rate=1e9), []
-    with queue.turn(Turn(Priority.RESTORE, MB)):
+    with queue.admit(QueuedCopy(Priority.RESTORE, MB)):
         threads = [start(queue, priority, order)[0]
                    for priority in (Priority.SPILL, Priority.PREFETCH, Priority.DEMAND)]
         assert not order
@@ -54,9 +54,9 @@ def test_what_waits_goes_by_its_priority_and_not_by_its_time() -> None:
 @pytest.mark.usefixtures("patient")
 def test_a_prefetch_that_is_waited_for_becomes_a_demand() -> None:
     queue, order = LinkQueue(duplex=False, rate=1e9), []
-    with queue.turn(Turn(Priority.DEMAND, MB)):
-        thread, turn = start(queue, Priority.PREFETCH, order)
-        queue.promote(turn, Priority.DEMAND)
+    with queue.admit(QueuedCopy(Priority.DEMAND, MB)):
+        thread, copy = start(queue, Priority.PREFETCH, order)
+        queue.promote(copy, Priority.DEMAND)
         thread.join(10)
         assert order == ["DEMAND"]
 
@@ -64,16 +64,16 @@ def test_a_prefetch_that_is_waited_for_becomes_a_demand() -> None:
 @pytest.mark.usefixtures("patient")
 def test_the_two_directions_of_a_duplex_link_do_not_wait_for_each_other() -> None:
     queue = LinkQueue(duplex=True, rate=1e9)
-    with queue.turn(Turn(Priority.RESTORE, MB)), queue.turn(Turn(Priority.SPILL, MB)):
+    with queue.admit(QueuedCopy(Priority.RESTORE, MB)), queue.admit(QueuedCopy(Priority.SPILL, MB)):
         running = {each.priority: each.running for each in queue.report().transfers}
     assert running == {"restore": 1, "demand": 0, "prefetch": 0, "spill": 1}
 
 
 def test_nobody_waits_for_ever() -> None:
     queue = LinkQueue(duplex=False, rate=1e9)
-    with queue.turn(Turn(Priority.RESTORE, MB)):
+    with queue.admit(QueuedCopy(Priority.RESTORE, MB)):
         started = time.monotonic()
-        with queue.turn(Turn(Priority.SPILL, MB)):
+        with queue.admit(QueuedCopy(Priority.SPILL, MB)):
             waited = time.monotonic() - started
     assert link_queue.MAX_WAIT_SECONDS <= waited < 10
 
@@ -81,9 +81,9 @@ def test_nobody_waits_for_ever() -> None:
 def test_bytes_time_and_rates_are_counted() -> None:
     queue = LinkQueue(duplex=True, rate=1e3)
     queue.count(Priority.PREFETCH, 2000)
-    with queue.turn(Turn(Priority.SPILL, MB)):
+    with queue.admit(QueuedCopy(Priority.SPILL, MB)):
         time.sleep(0.01)
-    with pytest.raises(RuntimeError), queue.turn(Turn(Priority.RESTORE, 10)):
+    with pytest.raises(RuntimeError), queue.admit(QueuedCopy(Priority.RESTORE, 10)):
         raise RuntimeError("a copy that failed leaves the link free")
     report = queue.report()
     found = {each.priority: each for each in report.transfers}

@@ -47,15 +47,15 @@ def attention(
 ) -> Tensor:
     """Compute attention, q [T, H, D] -> [T, H, D]. A query at position p sees keys j with p - window < j <= p; sinks
     [H] is one more logit per head that enters the softmax's denominator only. `layer`: index of the layer, which
-    selects the blocks of a cold prefix."""
+    selects the blocks of an offloaded prefix."""
     library = native.library()
     rows, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     q_stride, *q_inner = q.stride()
     block_stride = native_block_stride(kv_layer, q, kv_heads, dim, batch)
     if library is None or block_stride is None or q_inner != [dim, 1]:
-        if batch.cold is not None:
-            return cold_attention_reference(q, kv_layer, batch, batch.cold, layer, scale, sinks)
+        if batch.offloaded is not None:
+            return offloaded_attention_reference(q, kv_layer, batch, batch.offloaded, layer, scale, sinks)
         return attention_reference(q, kv_layer, batch, scale, window, sinks)
     if sinks is not None:
         sinks = sinks.float().contiguous()
@@ -66,25 +66,25 @@ def attention(
         *(heads, kv_heads, dim, batch.block_size, scale, window or 0, None if sinks is None else sinks.data_ptr()),
         POOL_KINDS[batch.kv_dtype],
     )
-    if batch.cold is None:
+    if batch.offloaded is None:
         library.attention(*arguments)
         return out
-    if batch.cold.addresses is not None:
+    if batch.offloaded.addresses is not None:
         library.attention_in_place(
             *arguments,
-            *(batch.cold.addresses.data_ptr(), layer * kv_layer[0].nbytes, batch.cold.num_blocks),
+            *(batch.offloaded.addresses.data_ptr(), layer * kv_layer[0].nbytes, batch.offloaded.num_blocks),
         )
         return out
     split = split_blocks(batch.block_size)
     totals = torch.empty(library.attention_total_floats(rows, heads, kv_heads, dim))
     first = 0
-    for stage in batch.cold.segments(layer):
+    for stage in batch.offloaded.segments(layer):
         last = first + stage.shape[0]
-        ends = last == batch.cold.num_blocks
+        ends = last == batch.offloaded.num_blocks
         stride = native_block_stride(stage, q, kv_heads, dim, batch)
         if stride is None or not (ends or last % split == 0):
             raise ValueError("a segment must be laid out as the pool's blocks and consist of whole splits")
-        last_split = -(-batch.cold.length // (split * batch.block_size)) if ends else last // split
+        last_split = -(-batch.offloaded.length // (split * batch.block_size)) if ends else last // split
         library.attention_range(
             *arguments,
             *(stage.data_ptr(), stride, first, last, first // split, last_split, totals.data_ptr(), ends),
@@ -147,11 +147,11 @@ def attention_reference(
     return out
 
 
-def cold_attention_reference(
+def offloaded_attention_reference(
     q: Tensor,
     kv_layer: Tensor,
     batch: AttentionBatch,
-    cold: OffloadedPrefix,
+    offloaded: OffloadedPrefix,
     layer: int,
     scale: float,
     sinks: Tensor | None = None,
@@ -159,13 +159,13 @@ def cold_attention_reference(
     """Attend for one request: first to the segments, which every row sees, then to its blocks in the pool."""
     total = _Softmax(q.transpose(0, 1), kv_layer.shape[2], scale, sinks)
     most = 1
-    for segment in cold.segments(layer):
+    for segment in offloaded.segments(layer):
         total.add(*_read(segment, batch, q.dtype))
         most = max(most, segment.shape[0])
-    for start in range(0, len(cold.resident), most):
-        first = (cold.num_blocks + start) * batch.block_size
-        blocks = _read(kv_layer[cold.resident[start : start + most]], batch, q.dtype)
-        k, v = (x[:, : cold.length - first] for x in blocks)
+    for start in range(0, len(offloaded.resident), most):
+        first = (offloaded.num_blocks + start) * batch.block_size
+        blocks = _read(kv_layer[offloaded.resident[start : start + most]], batch, q.dtype)
+        k, v = (x[:, : offloaded.length - first] for x in blocks)
         total.add(k, v, batch.positions - first)
     return (total.out / total.weight).to(q.dtype).transpose(0, 1).contiguous()
 

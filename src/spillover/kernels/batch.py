@@ -104,13 +104,13 @@ class AttentionBatch:
     rows: Tensor  # [T] int32, the request each row belongs to
     block_size: int
     kv_dtype: str = "auto"  # type of the pool: "auto" is the type of the rows, "fp8" and "int8" are codes
-    cold: OffloadedPrefix | None = None  # first blocks of the only request, whose block_table has 0 for them
+    offloaded: OffloadedPrefix | None = None  # first blocks of the only request, whose block_table has 0 for them
     work: DeviceWork | None = None  # CUDA: the division of the step into programs
 
     def __post_init__(self) -> None:
         """Check the batch once per step, so that the kernels need not check it in every layer."""
-        if self.cold is not None and self.seq_lens.shape[0] != 1:
-            raise ValueError("a request with a cold prefix must be alone in its batch")
+        if self.offloaded is not None and self.seq_lens.shape[0] != 1:
+            raise ValueError("a request with an offloaded prefix must be alone in its batch")
         for tensor in (self.query_start, self.seq_lens, self.block_table, self.rows):
             if tensor.dtype is not torch.int32 or tensor.stride(-1) != 1:
                 raise ValueError("query_start, seq_lens, block_table and rows must be int32 and contiguous")

@@ -36,7 +36,7 @@ class CpuKernels:
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         stride = native_block_stride(kv_layer, x, kv_heads, dim, batch)
         kinds = qkv.format.panel_kind, o.format.panel_kind
-        if library is None or stride is None or None in kinds or batch.cold is not None:
+        if library is None or stride is None or None in kinds or batch.offloaded is not None:
             return self.attention_block_unfused(x, residual, w, kv_layer, batch, window, layer)
         rows, hidden = x.shape
         width = (2 if q_norm is None else 3) * (heads + kv_heads) * dim
@@ -74,7 +74,7 @@ class CpuKernels:
 
     def attention_block_unfused(self, x: Tensor, residual: Tensor, w: LayerWeights, kv_layer: Tensor,
                                 batch: AttentionBatch, window: int | None, layer: int) -> tuple[Tensor, Tensor]:
-        """Compute `attention_block` operation by operation: for any format, and with a cold prefix."""
+        """Compute `attention_block` operation by operation: for any format, and with an offloaded prefix."""
         x, residual = add_rms_norm(x, residual, w["input_norm"], self.shape.eps)
         return self.attend(x, w, kv_layer, batch, window, layer), residual
 
@@ -155,7 +155,7 @@ class LayerStack:
         library, shape, first = native.fused(), self._shape, batches[0]
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         stride = native_block_stride(self._kv, x, kv_heads, dim, first)
-        if library is None or stride is None or any(batch.cold is not None for batch in batches):
+        if library is None or stride is None or any(batch.offloaded is not None for batch in batches):
             return False
         rows, hidden = x.shape
         if 4 * rows * self._expert_floats > EXPERT_SCRATCH_BYTES:

@@ -19,7 +19,7 @@ class LayerKernels(Protocol):
     def attention_block(self, x: Tensor, residual: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch,
                         window: int | None, layer: int) -> tuple[Tensor, Tensor]:
         """Compute attention, x and residual [T, hidden] -> (its output, residual + x). `layer`: index of the layer,
-        which selects the blocks of a cold prefix."""
+        which selects the blocks of an offloaded prefix."""
 
     def mlp_block(self, x: Tensor, residual: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
         """Compute the gated MLP, x and residual [T, hidden] -> (its output, residual + x)."""

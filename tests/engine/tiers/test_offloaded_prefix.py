@@ -61,7 +61,7 @@ def test_every_layer_sees_all_cold_blocks_in_order(
     counts: list[int], layers: int, block_size: int, dtype: torch.dtype, kind: str | None, segment: int, plain: bool,
     seed: int,
 ) -> None:
-    """`counts`: number of cold blocks of each step; some are shared with the step before."""
+    """`counts`: number of offloaded blocks of each step; some are shared with the step before."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     pool = torch.zeros(3, layers, 2, HEADS, block_size * DIM, dtype=dtype)
     codec = None if kind is None else KVCodec(layers, HEADS, block_size, DIM, dtype, kind)

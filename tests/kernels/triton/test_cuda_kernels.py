@@ -63,23 +63,24 @@ def moved(batch: AttentionBatch) -> AttentionBatch:
 
 
 @pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_layer_is_that_of_the_cpu(rows: int, cold: bool, extras: bool) -> None:
+def test_a_layer_is_that_of_the_cpu(rows: int, offloaded: bool, extras: bool) -> None:
     torch.manual_seed(0)
     w, angles = layer_weights(extras), torch.rand(32, SHAPE.head_dim // 2)
     pool = torch.randn(4, 2, SHAPE.num_kv_heads, BLOCK * SHAPE.head_dim)
     batch = AttentionBatch(
         query_start=torch.tensor([0, rows], dtype=torch.int32), seq_lens=torch.tensor([19], dtype=torch.int32),
-        block_table=torch.tensor([[0, 0, 3] if cold else [1, 2, 3]], dtype=torch.int32),
+        block_table=torch.tensor([[0, 0, 3] if offloaded else [1, 2, 3]], dtype=torch.int32),
         positions=torch.arange(19 - rows, 19), rows=torch.zeros(rows, dtype=torch.int32), block_size=BLOCK,
     )
     x, residual = torch.randn(rows, HIDDEN), torch.randn(rows, HIDDEN)
     there = {name: mapped(weight, lambda tensor: tensor.to(DEVICE)) for name, weight in w.items()}
     on_device = moved(batch)
     pools = pool.clone(), pool.to(DEVICE, copy=True)
-    if cold:
-        batch, on_device = replace(batch, cold=Prefix(pool[1:3])), replace(on_device, cold=Prefix(pool[1:3].to(DEVICE)))
+    if offloaded:
+        batch = replace(batch, offloaded=Prefix(pool[1:3]))
+        on_device = replace(on_device, offloaded=Prefix(pool[1:3].to(DEVICE)))
         for each in pools:
             each[1:3] = float("nan")
     cpu = CpuKernels(SHAPE, angles.cos(), angles.sin())

@@ -61,8 +61,8 @@ class OffloadStage:
 
     def prefix(self, item: StepItem) -> StagedPrefix:
         """Return the offloaded blocks of a request that runs alone, for one step."""
-        cold = len(item.host_blocks)
-        resident = to_device(torch.tensor(item.new_blocks[0][cold : -(-item.end // self.block_size)]),
+        offloaded = len(item.host_blocks)
+        resident = to_device(torch.tensor(item.new_blocks[0][offloaded : -(-item.end // self.block_size)]),
                              self.buffers.device)
         return StagedPrefix(self, self._copier, self._find(item.host_blocks), item.end, resident)
 

@@ -184,7 +184,7 @@ class CpuRunner:
         positions, rows = tensor(arrays.positions), tensor(arrays.row_of)
         longest = int(arrays.seq_lens.max())
         width = -(-longest // self._block_size)
-        cold = self._stage.prefix(step.items[0]) if step.items[0].host_blocks and self._stage else None
+        offloaded = self._stage.prefix(step.items[0]) if step.items[0].host_blocks and self._stage else None
         attention = tuple(
             AttentionBatch(
                 query_start=query_start,
@@ -194,7 +194,7 @@ class CpuRunner:
                 rows=rows,
                 block_size=self._block_size,
                 kv_dtype=self._kv_dtype,
-                cold=cold,
+                offloaded=offloaded,
             )
             for block_table in self._block_tables
         )

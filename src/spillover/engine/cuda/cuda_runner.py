@@ -306,7 +306,7 @@ class CudaRunner:
         fill_tokens(token_ids, self._inputs.array(offsets, "sources"), self._draws)
         model_step = self._model_step(offsets, token_ids)
         if item is not None and item.host_blocks:
-            model_step = self._cold_step(model_step, item)
+            model_step = self._offloaded_step(model_step, item)
         reader = self.feature_reader
         if reader is None:
             return self.model.forward(model_step, self.weights, self.kv)
@@ -344,13 +344,14 @@ class CudaRunner:
             ))
         return ModelStep(token_ids, positions, tuple(batches))
 
-    def _cold_step(self, model_step: ModelStep, item: StepItem) -> ModelStep:
+    def _offloaded_step(self, model_step: ModelStep, item: StepItem) -> ModelStep:
         """Return the step of one request longer than the pool, with its first blocks read through the stage."""
         assert self._stage is not None, "the plan has no sequences longer than the pool"
         (batch,), slot = model_step.attention, self.table[item.id].slot
-        cold = replace(batch, block_table=self.table.block_tables[0, slot:slot + 1], cold=self._stage.prefix(item),
-                       work=None)
-        return replace(model_step, attention=(cold,))
+        offloaded = replace(batch, block_table=self.table.block_tables[0, slot:slot + 1],
+                            offloaded=self._stage.prefix(item),
+                            work=None)
+        return replace(model_step, attention=(offloaded,))
 
     # On the host
 
@@ -361,11 +362,11 @@ class CudaRunner:
         slots, updates = table.begin(step)
         items = ItemArrays.of(step.items, slots)
         prompts = prompt_rows(step, table, self._device)
-        cold = bool(step.items[0].host_blocks)
-        decodes = items.only_decodes and not prompts and not cold
+        offloaded = bool(step.items[0].host_blocks)
+        decodes = items.only_decodes and not prompts and not offloaded
         drawn = slots if decodes else np.repeat(slots, items.samples)
         plain = bool(table.plain[drawn].all())
-        key, shape = self._choose_graph(items, decodes, plain, not prompts and not cold)
+        key, shape = self._choose_graph(items, decodes, plain, not prompts and not offloaded)
         few = table_updates(updates) if 0 < len(updates.blocks) <= FEW_UPDATES else None
         offsets, place = self._writer.send(items, shape, decodes, self._result_row, few)
         table.set_draws(slots, drawn)

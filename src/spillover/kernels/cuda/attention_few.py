@@ -57,7 +57,7 @@ def attend_few(
     [T, H, D]. Return None and do nothing if no kernel supports it."""
     work, (rows, _, dim), kv_heads = batch.work, qkv.shape, kv_layer.shape[2]
     group = num_heads // kv_heads
-    if not (rows <= REQUESTS and batch.cold is None and work is not None and work.splits is not None
+    if not (rows <= REQUESTS and batch.offloaded is None and work is not None and work.splits is not None
             and work.tiles is None and work.short is None and batch.kv_dtype == "auto" and qkv.dtype in DTYPES
             and dim in DIMS and batch.block_size in BLOCKS and group <= MOST_GROUP
             and work.splits.shape[0] * kv_heads <= PROGRAMS):

@@ -6,22 +6,22 @@
 #include <map>
 #include <system_error>
 
-#include "crew.h"
+#include "thread_pool.h"
 
 constexpr std::chrono::microseconds kTeamAwake{200};  // Python takes less between two kernels, more between steps
 
 inline std::atomic<int> team_size{1};
 
-inline Crew& team(int threads) {
+inline ThreadPool& team(int threads) {
     static std::mutex mutex;
-    static auto& teams = *new std::map<int, std::unique_ptr<Crew>>;  // never deleted, as its threads still wait at exit
+    static auto& teams = *new std::map<int, std::unique_ptr<ThreadPool>>;  // never deleted, as its threads still wait at exit
     const std::lock_guard<std::mutex> guard(mutex);
-    std::unique_ptr<Crew>& found = teams[threads];
+    std::unique_ptr<ThreadPool>& found = teams[threads];
     if (!found) {
         try {
-            found = std::make_unique<Crew>(threads, kTeamAwake);
+            found = std::make_unique<ThreadPool>(threads, kTeamAwake);
         } catch (const std::system_error&) {  // the system allows no more threads
-            found = std::make_unique<Crew>(1);
+            found = std::make_unique<ThreadPool>(1);
         }
     }
     return *found;

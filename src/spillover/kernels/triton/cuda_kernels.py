@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spillover.kernels.attention import cold_attention_reference
+from spillover.kernels.attention import offloaded_attention_reference
 from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights
 from spillover.kernels.cuda.attention_few import attend_few
 from spillover.kernels.features import KeptRows
@@ -45,10 +45,10 @@ class CudaKernels:
             return linear(few.view(rows, -1), w["o"], w.get("o_bias"))
         self._store(qkv, w, kv_layer, batch)
         q = qkv[:, : shape.num_heads]
-        if batch.cold is None:
+        if batch.offloaded is None:
             out = attention(q, kv_layer, batch, shape.scale, window, sinks)
         else:  # the offloaded prefix passes through its stage segment by segment
-            out = cold_attention_reference(q, kv_layer, batch, batch.cold, layer, shape.scale, sinks)
+            out = offloaded_attention_reference(q, kv_layer, batch, batch.offloaded, layer, shape.scale, sinks)
         return linear(out.view(rows, -1), w["o"], w.get("o_bias"))
 
     def _store(self, qkv: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> None:

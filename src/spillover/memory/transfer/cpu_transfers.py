@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from spillover.memory.transfer.host_pool import HostPool
-from spillover.memory.transfer.link_queue import LinkQueue, Priority, Turn
+from spillover.memory.transfer.link_queue import LinkQueue, Priority, QueuedCopy
 
 RATE = 10e9  # assumed bytes per second until a copy has been measured
 
@@ -15,8 +15,8 @@ RATE = 10e9  # assumed bytes per second until a copy has been measured
 class CpuCopy:
     """The ticket of a copy in flight."""
 
-    def __init__(self, turn: Turn, future: Future[None]) -> None:
-        self.turn = turn
+    def __init__(self, copy: QueuedCopy, future: Future[None]) -> None:
+        self.copy = copy
         self.future = future
 
 
@@ -35,14 +35,14 @@ class CpuTransfers:
         return self.submit(copy, target.nbytes, priority)
 
     def submit(self, work: Callable[[], None], nbytes: int, priority: Priority) -> CpuCopy:
-        """Run work that copies `nbytes` on the copy thread, when the link queue gives it a turn."""
-        turn = Turn(priority, nbytes)
-        return CpuCopy(turn, self._thread.submit(self._run, work, turn))
+        """Run work that copies `nbytes` on the copy thread, when the link queue admits it."""
+        copy = QueuedCopy(priority, nbytes)
+        return CpuCopy(copy, self._thread.submit(self._run, work, copy))
 
     def wait(self, ticket: CpuCopy) -> None:
         """Wait for a copy. Copies run in the order in which they were started, as an earlier one that is no longer
         waited for may have the same target."""
-        self.queue.promote(ticket.turn, Priority.DEMAND)
+        self.queue.promote(ticket.copy, Priority.DEMAND)
         ticket.future.result()
 
     def record_event(self) -> None:
@@ -52,6 +52,6 @@ class CpuTransfers:
         self._thread.shutdown()
         self.pool.close()
 
-    def _run(self, work: Callable[[], None], turn: Turn) -> None:
-        with self.queue.turn(turn):
+    def _run(self, work: Callable[[], None], copy: QueuedCopy) -> None:
+        with self.queue.admit(copy):
             work()

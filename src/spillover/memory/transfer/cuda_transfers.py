@@ -25,7 +25,7 @@ from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.memory.transfer.cuda_driver import Addresses, CudaPinner, cuda_driver
 from spillover.memory.transfer.host_pool import HostPool
-from spillover.memory.transfer.link_queue import LinkQueue, Priority, Turn
+from spillover.memory.transfer.link_queue import LinkQueue, Priority, QueuedCopy
 
 CHUNK_BYTES = 16 << 20  # bytes of a prefetch between two waits at the gates: 0.3 ms of the link
 BURST_SECONDS = 0.05  # seconds for which restores may block prefetches before these get a share
@@ -127,7 +127,7 @@ class CudaTransfers:
         """Copy between addresses and return when done; `host`: the addresses that are in the host pool."""
         done, pinned = self._event(), self.pool.pin(host.astype(np.int64))
         stream = self._streams[priority].cuda_stream
-        with self.queue.turn(Turn(priority, int(sizes.sum()))):
+        with self.queue.admit(QueuedCopy(priority, int(sizes.sum()))):
             gate = self._gate(priority) if priority is Priority.RESTORE and self._may_block_prefetches() else 0
             if self._library is not None:
                 code = self._library.cuda_copy(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from spillover.kernels.huge_pages import address_of
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.memory.transfer.link import BlockCodec, SlotMap
-from spillover.memory.transfer.link_queue import Priority, Turn
+from spillover.memory.transfer.link_queue import Priority, QueuedCopy
 
 
 class CpuLink:
@@ -32,7 +32,7 @@ class CpuLink:
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
         runs = self._slots.runs(blocks, slots)
-        with self._transfers.queue.turn(Turn(Priority.SPILL, len(blocks) * self.slot_bytes)):
+        with self._transfers.queue.admit(QueuedCopy(Priority.SPILL, len(blocks) * self.slot_bytes)):
             if self._codec is None:
                 for block, slot, count in zip(*(array.tolist() for array in runs), strict=True):
                     ctypes.memmove(slot, self._base + block * self.block_bytes, count * self.block_bytes)
@@ -42,7 +42,7 @@ class CpuLink:
 
     def copy_in(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
         runs = self._slots.runs(blocks, slots)
-        with self._transfers.queue.turn(Turn(Priority.RESTORE, len(blocks) * self.slot_bytes)):
+        with self._transfers.queue.admit(QueuedCopy(Priority.RESTORE, len(blocks) * self.slot_bytes)):
             if self._codec is None:
                 for block, slot, count in zip(*(array.tolist() for array in runs), strict=True):
                     ctypes.memmove(self._base + block * self.block_bytes, slot, count * self.block_bytes)

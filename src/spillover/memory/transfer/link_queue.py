@@ -52,7 +52,7 @@ class LinkReport:
     rates: dict[str, float] | None = None  # by direction: bytes per second, assumed until measured
 
 
-class Turn:
+class QueuedCopy:
     """A copy that waits for the link or uses it; while it waits, its priority can be raised."""
 
     def __init__(self, priority: Priority, nbytes: int) -> None:
@@ -65,8 +65,8 @@ class LinkQueue:
         """Create a queue. `duplex`: the directions do not slow each other; `rate`: bytes per second until measured."""
         self._duplex = duplex
         self._changed = threading.Condition()
-        self._waiting: list[Turn] = []
-        self._running: list[Turn] = []
+        self._waiting: list[QueuedCopy] = []
+        self._running: list[QueuedCopy] = []
         self._copies, self._bytes = dict.fromkeys(Priority, 0), dict.fromkeys(Priority, 0)
         self._seconds = dict.fromkeys(Priority, 0.0)
         self._rates = {"to_device": rate, "to_host": rate}
@@ -74,31 +74,31 @@ class LinkQueue:
         self._busy = {"to_device": 0.0, "to_host": 0.0}
 
     @contextmanager
-    def turn(self, turn: Turn) -> Iterator[None]:
+    def admit(self, copy: QueuedCopy) -> Iterator[None]:
         """Wait for the link, run the copy within the context, and count it; this blocks the calling thread."""
         with self._changed:
-            self._waiting.append(turn)
+            self._waiting.append(copy)
             deadline = time.monotonic() + MAX_WAIT_SECONDS
-            while self._is_behind(turn) and (left := deadline - time.monotonic()) > 0:
+            while self._is_behind(copy) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
-            self._waiting.remove(turn)
-            self._running.append(turn)
+            self._waiting.remove(copy)
+            self._running.append(copy)
         started = time.perf_counter()
         try:
             yield
         finally:
             seconds = time.perf_counter() - started
             with self._changed:
-                self._running.remove(turn)
+                self._running.remove(copy)
                 self._changed.notify_all()
-                self._count(turn.priority, turn.nbytes, seconds)
-                if turn.nbytes >= MIN_MEASURED_BYTES:
-                    self._observe(turn.priority.direction, turn.nbytes / max(seconds, 1e-9))
+                self._count(copy.priority, copy.nbytes, seconds)
+                if copy.nbytes >= MIN_MEASURED_BYTES:
+                    self._observe(copy.priority.direction, copy.nbytes / max(seconds, 1e-9))
 
-    def promote(self, turn: Turn, priority: Priority) -> None:
+    def promote(self, copy: QueuedCopy, priority: Priority) -> None:
         """Raise the priority of a copy that is now needed earlier."""
         with self._changed:
-            turn.priority = min(turn.priority, priority)
+            copy.priority = min(copy.priority, priority)
             self._changed.notify_all()
 
     def count(self, priority: Priority, nbytes: int) -> None:
@@ -118,13 +118,13 @@ class LinkQueue:
                 self._window = (now, spent)
             transfers = tuple(
                 TransferReport(each.name.lower(), each.direction, self._copies[each], self._bytes[each],
-                               self._seconds[each], sum(turn.priority is each for turn in self._waiting),
-                               sum(turn.priority is each for turn in self._running)) for each in Priority)
+                               self._seconds[each], sum(copy.priority is each for copy in self._waiting),
+                               sum(copy.priority is each for copy in self._running)) for each in Priority)
             return LinkReport(transfers, dict(self._busy), dict(self._rates))
 
-    def _is_behind(self, turn: Turn) -> bool:
-        return any(other.priority < turn.priority and (not self._duplex
-                                                       or other.priority.direction == turn.priority.direction)
+    def _is_behind(self, copy: QueuedCopy) -> bool:
+        return any(other.priority < copy.priority and (not self._duplex
+                                                       or other.priority.direction == copy.priority.direction)
                    for other in (*self._waiting, *self._running))
 
     def _count(self, priority: Priority, nbytes: int, seconds: float) -> None:

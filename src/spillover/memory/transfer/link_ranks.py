@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.memory.transfer.link import BlockCodec, SlotMap
-from spillover.memory.transfer.link_queue import Priority, Turn
+from spillover.memory.transfer.link_queue import Priority, QueuedCopy
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -54,7 +54,7 @@ class RanksLink:
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
         self._slots.runs(blocks, slots)  # checks the arguments
-        with self._transfers.queue.turn(Turn(Priority.SPILL, len(blocks) * self.slot_bytes)):
+        with self._transfers.queue.admit(QueuedCopy(Priority.SPILL, len(blocks) * self.slot_bytes)):
             for block, slot in zip(blocks, slots, strict=True):
                 whole = self._whole(slot)
                 for pool, heads in reversed(self._pools):  # so that the first pool that has a head is read last
@@ -64,7 +64,7 @@ class RanksLink:
 
     def copy_in(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
         self._slots.runs(blocks, slots)
-        with self._transfers.queue.turn(Turn(Priority.RESTORE, len(blocks) * self.slot_bytes)):
+        with self._transfers.queue.admit(QueuedCopy(Priority.RESTORE, len(blocks) * self.slot_bytes)):
             for block, slot in zip(blocks, slots, strict=True):
                 whole = self._whole(slot)
                 if self._codec is not None:

@@ -35,17 +35,17 @@ struct Mail {
 class HostExperts {
   public:
     HostExperts(const Layout& layout, float limit, const int64_t* bases, int64_t layers, int threads, int64_t grain)
-        : bases_(bases, bases + layers), crew_(threads), mixture_(make_mixture(layout, limit, threads, grain)) {}
+        : bases_(bases, bases + layers), threads_(threads), mixture_(make_mixture(layout, limit, threads, grain)) {}
 
     ~HostExperts() { detach(); }
 
     bool run(int64_t layer, const float* x, int64_t tokens, const int32_t* pairs, int64_t count, float* out) {
         if (layer < 0 || layer >= static_cast<int64_t>(bases_.size()) || !bases_[layer]) return false;
         const std::lock_guard<std::mutex> guard(busy_);
-        int64_t chunks[Crew::kPhases];
+        int64_t chunks[ThreadPool::kPhases];
         const Request request{reinterpret_cast<const uint8_t*>(bases_[layer]), x, pairs, out, tokens, count};
         if (!mixture_->prepare(request, chunks)) return false;
-        crew_.lead(*mixture_, chunks);
+        threads_.lead(*mixture_, chunks);
         return true;
     }
 
@@ -95,7 +95,7 @@ class HostExperts {
             if (!spin.often()) continue;
             if (leaving_) return;
             const auto idle = Clock::now() - last;
-            if (idle < Crew::kAwake && !woken_) continue;
+            if (idle < ThreadPool::kAwake && !woken_) continue;
             std::unique_lock<std::mutex> lock(sleep_);
             const auto nap = idle < kIdle ? kShortNap : kLongNap;
             alarm_.wait_for(lock, nap, [&] { return woken_ || leaving_; });
@@ -103,7 +103,7 @@ class HostExperts {
                 woken_ = false;
                 last = Clock::now();
                 lock.unlock();
-                crew_.wake();
+                threads_.wake();
             }
         }
     }
@@ -119,7 +119,7 @@ class HostExperts {
     }
 
     const std::vector<int64_t> bases_;  // address of each layer's records; 0 if the layer has none on this host
-    Crew crew_;
+    ThreadPool threads_;
     std::unique_ptr<Mixture> mixture_;
     Mail mail_{};
     std::thread reader_;

@@ -3,7 +3,7 @@
 #pragma once
 #include <memory>
 
-#include "../crew.h"
+#include "../thread_pool.h"
 
 struct Linear {
     int64_t values, scales, bias;  // offsets in a record in bytes; bias < 0: there is none
@@ -35,7 +35,7 @@ class Mixture : public Job {
   public:
     virtual ~Mixture() = default;
     // Sets up the request and the number of chunks per phase. Returns false if a token or expert does not exist.
-    virtual bool prepare(const Request& request, int64_t (&chunks)[Crew::kPhases]) = 0;
+    virtual bool prepare(const Request& request, int64_t (&chunks)[ThreadPool::kPhases]) = 0;
 };
 
 // Constructors of mixtures; `which`: Layout::form less the first form of the constructor's kind.

@@ -1,4 +1,4 @@
-// The experts of a request: gate_up, a gated activation and down, as the phases of a crew's job.
+// The experts of a request: gate_up, a gated activation and down, as the phases of a thread pool's job.
 //
 // There are two paths, chosen by the number of an expert's rows in the request. With at least Layout::tile_rows rows,
 // if the model is bfloat16 and the cores have tiles, x and the activation are rounded to bfloat16 (amx.h); otherwise
@@ -67,7 +67,7 @@ class MixtureOf final : public Mixture {
 #endif
     }
 
-    bool prepare(const Request& request, int64_t (&chunks)[Crew::kPhases]) override {
+    bool prepare(const Request& request, int64_t (&chunks)[ThreadPool::kPhases]) override {
         request_ = request;
         std::fill(starts_.begin(), starts_.end(), 0);
         for (int64_t i = 0; i < request.count; i++) {

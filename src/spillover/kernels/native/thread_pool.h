@@ -38,7 +38,7 @@ class Spin {
     unsigned count_ = 0;
 };
 
-// The work of a crew. A chunk may rely on all chunks of earlier phases being complete.
+// The work of a thread pool. A chunk may rely on all chunks of earlier phases being complete.
 class Job {
   public:
     virtual void run(int phase, int64_t chunk, int thread) = 0;
@@ -50,13 +50,13 @@ class Job {
 // Returns the first chunk of a thread's range.
 inline int64_t range_begin(int64_t chunks, int thread, int threads) { return chunks * thread / threads; }
 
-class Crew {
+class ThreadPool {
   public:
     static constexpr int kPhases = 3;
     static constexpr std::chrono::microseconds kAwake{2000};
 
     // The leading thread counts as one of `threads`. A thread without work spins for `awake`, then sleeps.
-    explicit Crew(int threads, std::chrono::microseconds awake = kAwake) : size_(threads), awake_(awake) {
+    explicit ThreadPool(int threads, std::chrono::microseconds awake = kAwake) : size_(threads), awake_(awake) {
         for (auto& phase : phases_) phase.ranges = std::make_unique<Line[]>(size_);
         try {
             for (int i = 1; i < size_; i++) threads_.emplace_back([this, i] { follow(i); });
@@ -66,7 +66,7 @@ class Crew {
         }
     }
 
-    ~Crew() { stop(); }
+    ~ThreadPool() { stop(); }
 
     int size() const { return size_; }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spillover.kernels import attention as attention_module
 from spillover.kernels import native
-from spillover.kernels.attention import attention, cold_attention_reference, store_kv
+from spillover.kernels.attention import attention, offloaded_attention_reference, store_kv
 from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.extents import split_blocks
 from support.kernels.sequences import Sequences, sequences
@@ -44,24 +44,24 @@ class Stage:
         assert first == self.num_blocks
 
 
-def make_cold(s: Sequences, cold: int, seed: int) -> Stage:
+def make_offloaded(s: Sequences, offloaded: int, seed: int) -> Stage:
     """Remove the first blocks of request 0 from the pool, in segments of random numbers of splits."""
     rng, split = torch.Generator().manual_seed(seed), split_blocks(s.block_size)
-    sizes, left = [], cold
+    sizes, left = [], offloaded
     while left:
         size = min(left, split * int(torch.randint(1, 4, (), generator=rng)))
         sizes.append(size)
         left -= size
-    ids = s.tables[0, :cold].long()
-    stage = Stage(s.pool[ids, 1].clone(), 5, sizes, len(s.q[0]), s.tables[0, cold:].long())
+    ids = s.tables[0, :offloaded].long()
+    stage = Stage(s.pool[ids, 1].clone(), 5, sizes, len(s.q[0]), s.tables[0, offloaded:].long())
     s.pool[ids] = 255 if s.pool.dtype is torch.uint8 else float("nan")
-    s.tables[0, :cold] = 0
+    s.tables[0, :offloaded] = 0
     return stage
 
 
-def run(s: Sequences, first: int, last: int, cold: Stage | None, sinks: Tensor | None) -> Tensor:
+def run(s: Sequences, first: int, last: int, offloaded: Stage | None, sinks: Tensor | None) -> Tensor:
     batch, q, k, v = s.batch([(0, first, last)])
-    batch = AttentionBatch(**{**batch.__dict__, "cold": cold})
+    batch = AttentionBatch(**{**batch.__dict__, "offloaded": offloaded})
     store_kv(k, v, s.pool[:, 1], batch)
     return attention(q, s.pool[:, 1], batch, 1 / math.sqrt(q.shape[2]), None, sinks, layer=5)
 
@@ -85,15 +85,15 @@ def test_cold_blocks_give_the_bits_of_resident_ones(
 ) -> None:
     (heads, kv_heads), dim = shape
     first = max(0, length - chunk)
-    cold = round(share * (first // block_size))
+    offloaded = round(share * (first // block_size))
     s = sequences([length], heads, kv_heads, dim, block_size, seed, kind)
     sinks = torch.randn(heads, generator=torch.Generator().manual_seed(seed)) if with_sinks else None
     if first:
         s.run([(0, 0, first)])
     wanted = run(s, first, length, None, sinks)
     before = torch.get_num_threads()
-    host = s.pool[s.tables[0, :cold].long()].repeat(1, 3, *[1] * 3)  # six layers, of which the last is used
-    stage = make_cold(s, cold, seed) if cold else None
+    host = s.pool[s.tables[0, :offloaded].long()].repeat(1, 3, *[1] * 3)  # six layers, of which the last is used
+    stage = make_offloaded(s, offloaded, seed) if offloaded else None
     try:
         torch.set_num_threads(threads)
         assert torch.equal(run(s, first, length, stage, sinks), wanted)
@@ -122,11 +122,11 @@ def test_the_reference_gives_the_same_but_for_rounding(
     if first:
         s.run([(0, 0, first)])
     wanted = run(s, first, length, None, sinks)
-    stage = make_cold(s, first // s.block_size, seed)
+    stage = make_offloaded(s, first // s.block_size, seed)
     batch, q, _, _ = s.batch([(0, first, length)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_module, "MOST_SCORES", scores)
-        out = cold_attention_reference(q, s.pool[:, 1], batch, stage, 5, 1 / math.sqrt(32), sinks)
+        out = offloaded_attention_reference(q, s.pool[:, 1], batch, stage, 5, 1 / math.sqrt(32), sinks)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -145,4 +145,4 @@ def test_a_cold_request_is_alone() -> None:
     s = sequences([20, 20])
     batch, *_ = s.batch([(0, 0, 20), (1, 0, 20)])
     with pytest.raises(ValueError, match="alone"):
-        AttentionBatch(**{**batch.__dict__, "cold": Stage(s.pool[1:2, 1], 5, [1], 20, s.tables[0, 1:])})
+        AttentionBatch(**{**batch.__dict__, "offloaded": Stage(s.pool[1:2, 1], 5, [1], 20, s.tables[0, 1:])})
