@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from spillover.errors import CheckpointError
 from spillover.models.checkpoint import open_checkpoint
-from spillover.models.gguf import gguf_file
+from spillover.models.gguf import gguf_file, gguf_header
 from spillover.models.gguf.gguf_config import _llama3_factors
+from spillover.models.gguf.gguf_header import GGUFHeader, headers_kept, read_header
 from spillover.models.hub import store
 from support.models.gguf_cases import CASES, FIELDS, SHAPE, random_model
 from support.models.gguf_writing import llama_arrays, llama_fields, write_gguf, write_like_llama_cpp
@@ -202,6 +204,28 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     (tmp_path / "m-00002-of-00002.gguf").unlink()
     with pytest.raises(CheckpointError, match="lacks m-00002-of-00002"):
         open_checkpoint(tmp_path / "m-00001-of-00002.gguf")
+
+
+def test_a_header_is_parsed_once_where_headers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "model.gguf", "llama", llama_fields(), llama_arrays())
+    parsed: list[Path] = []
+    parse = gguf_header._parse_file
+
+    def counted(path: Path) -> GGUFHeader:
+        parsed.append(path)
+        return parse(path)
+
+    monkeypatch.setattr(gguf_header, "_parse_file", counted)
+    with headers_kept():
+        first = read_header(path)
+        assert read_header(path) is first
+        assert len(parsed) == 1
+        os.utime(path, ns=(1, 1))  # another file, as far as anybody can tell
+        assert read_header(path).tensors == first.tensors
+        assert len(parsed) == 2
+    read_header(path)
+    read_header(path)
+    assert len(parsed) == 4, "nothing is kept outside"
 
 
 def test_a_truncated_file_is_refused_at_open(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.tiers.token_log import TokenLog
 from spillover.models.config import ModelConfig
 from spillover.models.fingerprint import model_fingerprint
+from spillover.models.gguf.gguf_header import headers_kept
 from spillover.models.hub.store import resolve
 from spillover.models.layers import KVViews
 from spillover.models.sharding.ranks import ONE_RANK, Ranks
@@ -80,6 +81,7 @@ class Assembly:
     tokenizer: Tokenizer | None
 
 
+@headers_kept()
 def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None,
              progress: Progress | None = None) -> Assembly:
     """Build an engine. `on_plan` gets the plan before weights are loaded; `progress` gets (done, total, stage)."""

@@ -10,6 +10,9 @@ import math
 import mmap
 import struct
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +69,10 @@ class GGUFHeader:
     tensors: dict[str, GGUFTensor]
 
 
+# Headers by file, inode, size and time; None: none are kept.
+_kept: ContextVar[dict[tuple[str, int, int, int], GGUFHeader] | None] = ContextVar("kept headers", default=None)
+
+
 def read_header(path: Path) -> GGUFHeader:
     """Return the header of `path`; if it is the first of several split files, with the tensors of all of them."""
     header = _read_one(path)
@@ -86,7 +93,32 @@ def read_header(path: Path) -> GGUFHeader:
     return GGUFHeader(header.metadata, tensors)
 
 
+@contextmanager
+def headers_kept() -> Iterator[None]:
+    """Parse each file's header once within this context, as a start opens a file several times. They are dropped at its
+    end, since large vocabularies take tens of megabytes."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 def _read_one(path: Path) -> GGUFHeader:
+    kept = _kept.get()
+    try:
+        state = path.stat()
+        key = str(path), state.st_ino, state.st_size, state.st_mtime_ns
+        if kept is None:
+            return _parse_file(path)
+        if key not in kept:
+            kept[key] = _parse_file(path)
+        return kept[key]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+
+
+def _parse_file(path: Path) -> GGUFHeader:
     try:
         with path.open("rb") as stream:
             size = path.stat().st_size
@@ -94,8 +126,6 @@ def _read_one(path: Path) -> GGUFHeader:
                 raise CheckpointError(f"{path} is not a GGUF file (it does not begin with GGUF)")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _parse(_Cursor(content, path, size), path, size)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
     except (ValueError, KeyError, OverflowError, MemoryError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path} has a corrupt GGUF header ({error})") from error
 
