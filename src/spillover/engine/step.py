@@ -99,11 +99,12 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def prefill_tokens(self) -> int:
-        return sum(item.count for item in self.items if item.phase is Phase.PREFILL)
+        prefill = Phase.PREFILL  # looked up once: several callers ask at every step
+        return sum([item.count for item in self.items if item.phase is prefill])
 
     @property
     def has_prefill(self) -> bool:
-        return any(item.phase is Phase.PREFILL for item in self.items)
+        return self.prefill_tokens > 0
 
     def __bool__(self) -> bool:
         return bool(self.items)
