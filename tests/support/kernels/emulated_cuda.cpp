@@ -195,10 +195,12 @@ static inline float power_of_two(float v) { float r = exp2f(v); return r < 0x1p-
 static inline int uniform(int v) { return v; }
 static inline float power_in_order(float v) { return power_of_two(v); }
 static inline void part_ways(bool) {}
+static inline float near_inverse(float v) { return 1.0f / v; }
 static inline float inverse_root(float v) { return 1.0f / sqrtf(v); }
 static inline float divided(float a, float b) { return a / b; }
 static inline float fast_exp(float v) { return expf(v); }
 static inline void launch_dependents() {}
+static inline void pause(unsigned) {}
 static inline void wait_before() {}
 static inline unsigned shared_address(const void* p) { return (unsigned char*)p - dynamic_shared; }
 // Memory that is not aligned as the device wants it ends the process.

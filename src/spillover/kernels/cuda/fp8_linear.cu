@@ -14,8 +14,11 @@
 // w is two matrices, one after the other, and a tile has half of its channels of each: silu(first) * second is stored,
 // rounded as by separate kernels.
 //
-// Defined at compilation: BLOCKED, CHANNELS (a multiple of 8, with GATED of 16), GROUPS, GATED, X_BF16 (otherwise x is
-// float16), and the sums of instructions.cuh.
+// The second warpgroup begins LEAD clock cycles after the first, so that one adds or stores sums while the other
+// multiplies: they would do so at the same time otherwise, as both wait for the same copies.
+//
+// Defined at compilation: BLOCKED, CHANNELS (a multiple of 8, with GATED of 16), GROUPS, GATED, LEAD, X_BF16 (otherwise x
+// is float16), and the sums of instructions.cuh.
 #include "fp8_rows.cuh"
 
 constexpr int ROWS = 64 * GROUPS;
@@ -34,32 +37,46 @@ constexpr int BAND = 8;          // row tiles computed concurrently on the same 
 DEV int width_of(const Product& p) { return GATED ? p.channels / 2 : p.channels; }  // channels of the result
 
 // Turns sums of 32 channels, from `channel` on, into results; a thread has 2 of every 8 channels for its two rows.
-// `w`: the scale of the first channel, in shared memory.
-DEV void finish(const Product& p, float (&d)[16], int channel, int end, const float (&x)[2], const float* w) {
+// `w`: the scale of the first channel, in shared memory, which has the scales of `count` channels.
+DEV void finish(const Product& p, float (&d)[16], int channel, int end, int count, const float (&x)[2], const float* w) {
+    const int quad = (threadIdx.x & 3) * 2;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const int at = channel + i / 2 * 8 + (threadIdx.x & 3) * 2 + i % 2;
-        const float scale = BLOCKED || at >= end ? 1.0f : w[at - channel], more = p.bias && at < end ? low_number(__ldg(p.bias + at)) : 0.0f;
+        const float scale = BLOCKED || i / 2 * 8 >= count ? 1.0f : w[i / 2 * 8 + quad + i % 2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float& sum = d[i / 2 * 4 + 2 * half + i % 2];
             sum = __fadd_rn(sum, 0.0f);
             if (!BLOCKED) sum = __fmul_rn(__fmul_rn(sum, x[half]), scale);
-            if (p.bias) sum = __fadd_rn(sum, more);
         }
+    }
+    if (!p.bias) return;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int at = channel + i / 2 * 8 + quad + i % 2;
+        const float more = at < end ? low_number(__ldg(p.bias + at)) : 0.0f;
+        d[i / 2 * 4 + i % 2] = __fadd_rn(d[i / 2 * 4 + i % 2], more), d[i / 2 * 4 + 2 + i % 2] = __fadd_rn(d[i / 2 * 4 + 2 + i % 2], more);
     }
 }
 
-// Stores 32 channels, up to `end`, of the two rows (8 apart) of a thread's sums. Threads of a quad exchange sums so
-// that each stores 8 channels at a time. `up`: with GATED, the second matrix's sums.
-DEV void store(const Product& p, float (&d)[16], float (&up)[16], int row, int channel, int end, const float (&x)[2],
-               const float* w) {
+// Stores 32 channels, up to `end` and at most `count`, of the two rows (8 apart) of a thread's sums. Threads of a quad
+// exchange sums so that each stores 8 channels at a time. `up`: with GATED, the second matrix's sums.
+DEV void store(const Product& p, float (&d)[16], float (&up)[16], int row, int channel, int end, int count,
+               const float (&x)[2], const float* w) {
     const int quarter = threadIdx.x & 3;
-    finish(p, d, channel, end, x, w);
+    finish(p, d, channel, end, count, x, w);
     if (GATED) {
-        finish(p, up, channel + width_of(p), end + width_of(p), x, w + STORED);
+        finish(p, up, channel + width_of(p), end + width_of(p), count, x, w + STORED);
+        bool in_range = true;
 #pragma unroll
-        for (int i = 0; i < 16; i++) d[i] = gate(d[i], up[i]);
+        for (int i = 0; i < 16; i++) in_range &= d[i] > LEAST_GATED;
+        if (in_range) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) d[i] = gate<true>(d[i], up[i]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 16; i++) d[i] = gate(d[i], up[i]);
+        }
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -136,6 +153,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_linear(const __grid
         return;
     }
 
+    if (LEAD > 0 && warp >= 4 && tiles > stride) {
+        await(full, 0);
+        pause(LEAD);
+    }
     if constexpr (MOVE_REGISTERS) take_registers<MANY_REGISTERS>();
     const int group = warp / 4;
     auto release = [&](int stage) {
@@ -291,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_linear(const __grid
                 part[j] = i + j >= STORED / 2 ? 0 : total[i + j];
                 up[j] = !GATED || i + j >= STORED / 2 ? 0 : total[STORED / 2 + i + j];
             }
-            store(p, part, up, row, at.channel + 2 * i, end, x, w_scales + 2 * i);
+            store(p, part, up, row, at.channel + 2 * i, end, STORED - 2 * i, x, w_scales + 2 * i);
         }
     }
 }

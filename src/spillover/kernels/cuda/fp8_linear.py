@@ -38,6 +38,7 @@ MOST_STAGES = 16
 SMALL = 256  # maximum number of rows whose tiles are so narrow that they fill all multiprocessors in one or a few waves
 MOST_WAVES = 4
 LEAST_CHANNELS = 32
+LEAD = 900  # clock cycles by which the second warpgroup of a block begins later: the time of about one step
 MOST_CHANNELS = {False: 224, True: 128}  # by `blocked`: maximum channels of a tile, whose sums fit into registers
 MOST_PREPARED = 2048  # rows; products of more rows have the same cuts
 MOST_NORMED = 8192  # maximum number of inputs of a row that a block can norm
@@ -242,7 +243,7 @@ class Cut(NamedTuple):
                           (STEP, min(box, shape.stored)))
 
     def options(self, form: KernelForm, dtype: torch.dtype) -> tuple[str, ...]:
-        return _options(form, dtype, self.channels, CHANNELS=self.channels, GROUPS=self.groups)
+        return _options(form, dtype, self.channels, CHANNELS=self.channels, GROUPS=self.groups, LEAD=LEAD)
 
 
 def _options(form: KernelForm, dtype: torch.dtype, width: int, **more: int) -> tuple[str, ...]:
@@ -279,7 +280,7 @@ def cuts(rows: int, shape: Shape, processors: int) -> tuple[Cut, ...]:
     and so on."""
     most, unit = MOST_CHANNELS[shape.blocked], 16 if shape.gated else 8
     if rows > SMALL:
-        widths = list(range(32, most + 1, 32))
+        widths = [*range(32, min(most, 192) + 1, 32), *range(208, most + 1, 16)]
     else:
         across = [max(processors * waves // -(-rows // (2 * UNIT)), 1) for waves in range(1, MOST_WAVES + 1)]
         widths = [min(max(-(-shape.channels // (unit * tiles)) * unit, LEAST_CHANNELS), most) for tiles in across]

@@ -110,9 +110,19 @@ DEV void quantize(const Product& p, int first_row, int rows, int begin, int span
     }
 }
 
-DEV float gate(float first, float second) {  // rounded as when products and activation are separate kernels
+// Returns 1 / v for v from 1 to 2**125, with the bits of a division but without its branch for other numbers.
+DEV float inverse_from_1(float v) {
+    const float near = near_inverse(v);
+    return __fmaf_rn(near, -__fmaf_rn(v, near, -1.0f), near);
+}
+constexpr float LEAST_GATED = -80.0f;  // 1 + exp(80) is within the range of inverse_from_1
+// Returns silu(first) * second, rounded as when products and activation are separate kernels. IN_RANGE: `first` is above
+// LEAST_GATED, which saves the branches of a division.
+template <bool IN_RANGE = false>
+DEV float gate(float first, float second) {
     first = low_number(rounded(first, 0)), second = low_number(rounded(second, 0));
-    return __fmul_rn(low_number(rounded(__fmul_rn(first, 1.0f / (1.0f + fast_exp(-first))), 0)), second);
+    const float sum = 1.0f + fast_exp(-first), inverse = IN_RANGE ? inverse_from_1(sum) : 1.0f / sum;
+    return __fmul_rn(low_number(rounded(__fmul_rn(first, inverse), 0)), second);
 }
 
 struct Ring {  // the current stage

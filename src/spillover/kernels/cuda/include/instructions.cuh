@@ -79,6 +79,7 @@ DEV float power_in_order(float v) { float d; asm volatile("ex2.approx.ftz.f32 %0
 // Keeps the code after it from being moved before it: compilers move instructions only within straight code, and this
 // is a branch, which is never taken.
 DEV void part_ways(bool never) { if (__any_sync(~0u, never)) asm volatile("nanosleep.u32 0;" ::: "memory"); }
+DEV float near_inverse(float v) { float d; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
 DEV float inverse_root(float v) { float d; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
 // Divides as Triton does.
 DEV float divided(float a, float b) { float d; asm("div.full.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
@@ -92,6 +93,8 @@ DEV float sigmoid(float v) {
 }
 // Tells the compiler that a number is the same in all lanes of a warp, so that values derived from it are kept once.
 DEV int uniform(int v) { return __shfl_sync(~0u, v, 0); }
+DEV u32 clock_now() { u32 v; asm volatile("mov.u32 %0, %clock;" : "=r"(v) :: "memory"); return v; }
+DEV void pause(u32 clocks) { for (u32 begun = clock_now(); clock_now() - begun < clocks;); }
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEV void copy_async(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
 DEV void copy_async_or_zeros(u32 to, const void* from, bool there) {
