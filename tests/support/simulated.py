@@ -6,13 +6,13 @@ early or a stale prefix appears as a wrong token.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import zlib
 
 from spillover.engine.batch.step_result import accepted
 from spillover.engine.requests.request import Request
 from spillover.engine.step import NewRequest, Step, StepItem, StepResult, decode_step, encode_step
+from spillover.memory.spill.host import Slots
 
 VOCAB = 50
 SLOT = struct.Struct("<bbI")  # a cache slot in host memory: whether it was ever written, layer group, prefix
@@ -67,6 +67,7 @@ class SimulatedRunner:
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (group, prefix)
         self.token_ids: dict[int, list[int]] = {}
         self.tables: dict[int, list[list[int]]] = {}
+        self.host_slots: Slots | None = None  # slots of the host tier, if there is one
         self.steps: list[Step] = []
         self.requests: dict[int, NewRequest] = {}
         self.prompts: dict[int, tuple[int, ...]] = {}  # prompts of all requests so far
@@ -112,8 +113,8 @@ class SimulatedRunner:
         index, offset = divmod(position, self.block_size)
         if index < len(item.host_blocks):
             assert table[index] == 0, "a block is both in host memory and on the device"
-            slot = ctypes.string_at(item.host_blocks[index] + offset * SLOT.size, SLOT.size)
-            _, group, prefix = SLOT.unpack(slot)
+            assert self.host_slots is not None
+            _, group, prefix = SLOT.unpack_from(self.host_slots.view(item.host_blocks[index]), offset * SLOT.size)
             return group, prefix
         return self.slots.get((table[index], offset))
 

@@ -39,6 +39,7 @@ class World:
         self.wake = threading.Event()
         self.tiers = [make(self.wake.set) for make in tiers]
         self.store = SpillStore(self.link, self.tiers, host, staging, eager, wake=self.wake, **options)
+        self.runner.host_slots = self.store.slots
         self.kv = KVCache(num_blocks, SIZE, windows, most_blocks=most_blocks, lender=lender)
         self.connector = TieredConnector(self.kv, self.store, margin, restore, prefill_seconds)
         self.scheduler = Scheduler(SchedulerConfig(8, tokens, LENGTH, len(windows)), self.kv, self.connector)

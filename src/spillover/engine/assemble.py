@@ -213,7 +213,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
     stage = None
     if plan.offloaded_blocks:
         own = pool[:, :model_config.num_layers]  # no step reads the head's layer of offloaded blocks
-        stage = OffloadStage(own, plan.block_size, backend.copier,
+        stage = OffloadStage(own, plan.block_size, backend.copier, backend.addresses,
                              spill_codec(config, model_config, pool, plan.block_size))
     limits = step_limits(planned)
     if shared_with is not None:  # the first step of a draft may have several rows per request

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from spillover.engine.weights.placed import EngineWeights, Parts
 from spillover.kernels.kv_quant import KVCodec
 from spillover.memory.managed.pages import ManagedMemory
 from spillover.memory.shared_pool.weights import SharedWeights
+from spillover.memory.spill.host import Slots
 from spillover.memory.transfer.link import DeviceLink
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.config import ModelConfig
@@ -55,6 +58,7 @@ class Backend(ABC):
     """What differs between devices, for one model. No backend inherits from another."""
 
     transfers: Transfers  # the copies between the device and host memory, once the backend is open
+    slots: Slots | None = None  # slots of the host tier, once it is made
 
     def __init__(self, config: EngineConfig, plan: Plan) -> None:
         self.device = torch.device(plan.device)
@@ -85,6 +89,11 @@ class Backend(ABC):
     @abstractmethod
     def copier(self, buffers: Tensor, codec: KVCodec | None) -> SegmentCopier:
         """Return the copier of offloaded blocks into the buffers of an OffloadStage."""
+
+    def addresses(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return where slots of the host tier are in this process; steps contain only their numbers."""
+        assert self.slots is not None, "blocks are offloaded without a host tier"
+        return self.slots.addresses(slots)
 
     @abstractmethod
     def make_runner(self, parts: RunnerParts) -> DeviceRunner: ...

@@ -6,7 +6,8 @@
 
     python -m spillover.engine.replay run.steps   # in another process: prints one line of JSON per step, its tokens
 
-Steps do not contain KV restored from other tiers: record without tiers, or with --restore never.
+Steps do not contain KV restored from other tiers: record without tiers, or with --restore never. Blocks of a sequence
+longer than the pool are offloaded to the host memory of the process that replays (`HostMemory`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from typing import Any, BinaryIO
 import msgspec
 
 from spillover.engine.assemble import make_runner
+from spillover.engine.backend import Backend, make_backend
 from spillover.engine.config import EngineConfig
-from spillover.engine.loop import Engine, LaunchedStep, StepRunner
-from spillover.engine.planned import plan_model
-from spillover.engine.step import Step, StepResult, decode_step, encode_step
+from spillover.engine.loop import Engine, LaunchedStep, ModelRunner, StepRunner
+from spillover.engine.planned import PlannedModel, plan_model
+from spillover.engine.step import Step, StepItem, StepResult, decode_step, encode_step
+from spillover.engine.tiers import make_link
 from spillover.errors import SpilloverError
+from spillover.memory.spill.host import Slots
 from spillover.plan.planner import Plan
 
 _LENGTH_BYTES = 4
@@ -72,17 +76,58 @@ def read(path: Path | str) -> tuple[EngineConfig, list[Step]]:
     return msgspec.json.decode(frames[0], type=EngineConfig), [decode_step(frame) for frame in frames[1:]]
 
 
-def play(runner: StepRunner, steps: Iterable[Step]) -> Iterator[StepResult]:
+class HostMemory:
+    """The offloaded blocks of a replay, in the slots that its steps name."""
+
+    def __init__(self, planned: PlannedModel, runner: ModelRunner, backend: Backend) -> None:
+        """Allocate all slots of the plan, for a runner of this backend."""
+        plan = planned.plan
+        self._link = make_link(planned.config, plan, planned.model_config, runner.kv.pool, backend)
+        self._slots = backend.slots = Slots(self._link.allocate, self._link.slot_bytes, plan.host_blocks)
+        while self._slots.acquire() is not None:
+            pass
+        self._tables: dict[int, list[int]] = {}  # block table of each request in the last step
+        self._offloaded: dict[int, int] = {}  # number of offloaded blocks of requests that have some
+
+    def waits(self, step: Step) -> bool:
+        """Return whether the step needs blocks moved to host memory, once all steps before it have completed."""
+        return any(len(item.host_blocks) > self._offloaded.get(item.id, 0) for item in step.items)
+
+    def offload(self, step: Step) -> None:
+        """Copy the blocks that are in host memory from this step on. They still are where the step before had them:
+        only later steps overwrite that."""
+        for id in step.ended:
+            self._tables.pop(id, None)
+            self._offloaded.pop(id, None)
+        for item in step.items:
+            table = self._tables.setdefault(item.id, [])
+            self._copy(item, table)
+            table[item.first_block :] = item.new_blocks[0]
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _copy(self, item: StepItem, table: list[int]) -> None:
+        first, end = self._offloaded.get(item.id, 0), len(item.host_blocks)
+        if end > first:
+            self._link.copy_out(table[first:end], self._slots.views(list(item.host_blocks[first:end])))
+            self._offloaded[item.id] = end
+
+
+def play(runner: StepRunner, steps: Iterable[Step], host: HostMemory | None = None) -> Iterator[StepResult]:
     """Run steps one after the other. Each is launched before the previous one's result is read, unless it was made from
-    that result."""
+    that result. `host`: the host memory of steps with offloaded blocks."""
     launched: LaunchedStep | None = None
     waiting: set[int] = set()  # requests whose steps were made from the result of their previous step
     for step in steps:
         waiting.update(request.id for request in step.new if request.params.needs_history)
         ended = launched is not None and any(item.id in step.ended for item in launched.step.items)
-        if launched is not None and (ended or any(item.draft or item.id in waiting for item in step.items)):
+        late = any(item.draft or item.id in waiting for item in step.items) or (host is not None and host.waits(step))
+        if launched is not None and (ended or late):
             yield launched.result()
             launched = None
+        if host is not None:
+            host.offload(step)
         before, launched = launched, runner.launch(step)
         if before is not None:
             yield before.result()
@@ -96,12 +141,17 @@ def _write(log: BinaryIO, frame: bytes) -> None:
 
 def main(path: str) -> None:
     config, steps = read(path)
-    runner = make_runner(plan_model(config))
+    planned = plan_model(config)
+    backend = make_backend(planned.config, planned.plan)
+    runner = make_runner(planned, backend=backend)
+    host = HostMemory(planned, runner, backend) if planned.plan.offloaded_blocks else None
     try:
-        for result in play(runner, steps):
+        for result in play(runner, steps, host):
             print(json.dumps(result.token_ids), flush=True)
     finally:
         runner.close()
+        if host is not None:
+            host.close()
 
 
 if __name__ == "__main__":

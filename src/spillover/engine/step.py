@@ -2,7 +2,8 @@
 
 A `Step` is frozen and self-contained: it can be written to a file, sent to another process, and run there without a
 scheduler (`encode_step`, `decode_step`). A request's prompt and parameters are sent once, in the first step that runs
-it; later steps refer to it by id and contain only what is new. The runner keeps the requests in its own table.
+it; later steps refer to it by id and contain only what is new. The runner keeps the requests in its own table. Blocks
+and slots of host memory are numbers; each process knows where its own are.
 
 One exception: the tokens that the runner's head drafted last may stay on the device (`ON_DEVICE`). When steps are
 recorded, the head's drafts are waited for, so that steps contain the tokens.
@@ -55,7 +56,7 @@ class StepItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     draft: tuple[int, ...] = ()  # VERIFY: the tokens of the last rows, after the newest token, or ON_DEVICE for all
     mask: bytes = b""  # structured output: one bit per token, set if allowed; 32-bit words, one row per sample
     score_prompt: bool = False  # whether log probabilities of the prompt's tokens are wanted for these rows
-    host_blocks: tuple[int, ...] = ()  # addresses of the leading blocks in host memory, whose table entries are 0
+    host_blocks: tuple[int, ...] = ()  # host tier's slots of the leading blocks, whose table entries are 0
 
     @property
     def end(self) -> int:

@@ -64,7 +64,7 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     keep in the first disk's folder. `others`: the pools of the other ranks, where `pool` is that of rank 0."""
     # Copies start and complete in Python on other threads; the engine thread must not wait 5 ms when one of them runs.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-    link = _make_link(config, plan, model, pool, backend, others)
+    link = make_link(config, plan, model, pool, backend, others)
     wake = threading.Event()
     timed = with_tier_rates(plan.tiers, plan.device, link.slot_bytes)
     reads = {tier.name: tier.read for tier in reversed(timed) if tier.read is not None}
@@ -73,7 +73,7 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     if "pool" in reads and "host" not in reads:  # else KV in the pool would be recomputed for lack of a rate
         reads["host"] = measure_link(plan.device, link.slot_bytes).to_device
     tiers = _make_tiers(config, plan, link.slot_bytes, identity, wake.set, tokens, backend)
-    return SpillStore(
+    store = SpillStore(
         link,
         tiers,
         host_blocks=plan.host_blocks,
@@ -84,10 +84,13 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
         link_rates=links,
         wake=wake,
     )
+    backend.slots = store.slots
+    return store
 
 
-def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, backend: Backend,
-               others: Sequence[Tensor] = ()) -> DeviceLink:
+def make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, backend: Backend,
+              others: Sequence[Tensor] = ()) -> DeviceLink:
+    """Make the link between the device's KV blocks and host memory; `others` as in `make_store`."""
     codec = spill_codec(config, model, pool, plan.block_size)
     if not others:
         return backend.link(pool, codec)

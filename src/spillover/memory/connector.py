@@ -60,7 +60,7 @@ class KVConnector(Protocol):
         """
 
     def host_blocks(self, seq: str) -> tuple[int, ...]:
-        """Return the host addresses of the sequence's offloaded leading blocks, whose table entries are 0."""
+        """Return the host tier's slots of the sequence's offloaded leading blocks, whose table entries are 0."""
 
     def end(self, seq: str) -> None:
         """Drop the sequence's loads and offloaded blocks; called just before the KV cache releases its blocks."""

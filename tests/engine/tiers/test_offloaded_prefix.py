@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,9 +36,26 @@ LLAMA = {
 }
 
 
-def make_item(start: int, count: int, table: list[int], payloads: list[memoryview]) -> StepItem:
+def make_item(start: int, count: int, table: list[int], slots: list[int]) -> StepItem:
     return StepItem(id=1, phase=Phase.PREFILL, start=start, count=count, num_samples=1, first_block=0,
-                    new_blocks=(tuple(table),), host_blocks=tuple(address_of(payload) for payload in payloads))
+                    new_blocks=(tuple(table),), host_blocks=tuple(slots))
+
+
+class HostSlots:
+    """Slots of host memory that were used before: neither their numbers nor their addresses are in order."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.payloads: dict[int, memoryview] = {}
+        self._numbers = rng.sample(range(1000), 1000)
+
+    def add(self, blocks: Tensor) -> list[int]:
+        """Store blocks; return their slots."""
+        added = [self._numbers.pop() for _ in range(len(blocks))]
+        self.payloads.update(zip(added, payloads_of(blocks), strict=True))
+        return added
+
+    def addresses(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
+        return np.array([address_of(self.payloads[slot]) for slot in slots], dtype=np.int64)
 
 
 def make_copier(transfers: CpuTransfers, buffers: Tensor, codec: KVCodec | None) -> CpuCopier:
@@ -70,20 +90,21 @@ def test_every_layer_sees_all_cold_blocks_in_order(
         if plain:
             patch.setattr(native, "library", lambda: None)
         transfers = CpuTransfers()
-        stage = OffloadStage(pool, block_size, partial(make_copier, transfers), codec)
-        payloads: list[memoryview] = []
+        host = HostSlots(rng)
+        stage = OffloadStage(pool, block_size, partial(make_copier, transfers), host.addresses, codec)
+        slots: list[int] = []
         wanted = torch.zeros(0, *pool.shape[1:], dtype=dtype)
         for count in counts:
-            kept = rng.randint(0, min(count, len(payloads)))
+            kept = rng.randint(0, min(count, len(slots)))
             made = torch.randn(count - kept, *pool.shape[1:], generator=generator).to(dtype)
             if kind is None:
-                payloads, wanted = payloads[:kept] + payloads_of(made), torch.cat((wanted[:kept], made))
+                slots, wanted = slots[:kept] + host.add(made), torch.cat((wanted[:kept], made))
             else:
                 codes = encode_blocks(made, block_size, kind)
                 made = decode_blocks(codes, block_size, kind, dtype)
-                payloads, wanted = payloads[:kept] + payloads_of(codes), torch.cat((wanted[:kept], made))
+                slots, wanted = slots[:kept] + host.add(codes), torch.cat((wanted[:kept], made))
             table = [0] * count + [2, 1]
-            item = make_item(count * block_size + 3, block_size - 2, table, payloads)
+            item = make_item(count * block_size + 3, block_size - 2, table, slots)
             prefix = stage.prefix(item)
             assert (prefix.num_blocks, prefix.length) == (count, item.start + item.count)
             assert prefix.resident.tolist() == [2, 1][: -(-(item.count + 3) // block_size)]
@@ -105,10 +126,10 @@ def test_a_copy_that_fails_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("the copy failed")
 
     transfers = CpuTransfers()
-    stage = OffloadStage(torch.zeros(2, 1, 2, 1, 8 * 8), 8, partial(make_copier, transfers))
+    host = HostSlots(random.Random(0))
+    stage = OffloadStage(torch.zeros(2, 1, 2, 1, 8 * 8), 8, partial(make_copier, transfers), host.addresses)
     monkeypatch.setattr(cpu_copier, "stage_blocks", fail)
-    payload = memoryview(bytearray(512))
-    prefix = stage.prefix(make_item(8, 1, [0, 1], [payload]))
+    prefix = stage.prefix(make_item(8, 1, [0, 1], host.add(torch.zeros(1, 128))))
     with pytest.raises(RuntimeError, match="the copy failed"):
         next(prefix.segments(0))
     transfers.close()
@@ -121,7 +142,7 @@ def test_the_plan_counts_what_a_cold_step_takes(tokens: int, kind: str) -> None:
     config = architecture(LLAMA).config(LLAMA)
     size = 16 * 64 if kind == "auto" else head_bytes(16, 64)
     stage = OffloadStage(torch.zeros(2, 3, 2, 3, size, dtype=torch.float32 if kind == "auto" else torch.uint8), 16,
-                         partial(make_copier, CpuTransfers()))
+                         partial(make_copier, CpuTransfers()), HostSlots(random.Random(0)).addresses)
     library = native.library()
     assert library is not None
     taken = stage.buffers.nbytes + 4 * library.attention_total_floats(tokens, 9, 3, 64)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ class SegmentCopier(Protocol):
     @property
     def in_place(self) -> bool: ...  # whether kernels can also read the blocks in host memory
 
-    def prepare(self, addresses: Sequence[int]) -> None:
+    def prepare(self, addresses: npt.NDArray[np.int64]) -> None:
         """Prepare blocks that are new since the last step. `addresses`: their host addresses."""
 
     def begin(self, buffer: int, blocks: Tensor, layer: int, stage: Tensor) -> None:
@@ -48,16 +50,18 @@ class OffloadStage:
     """The buffers that segments pass through, reused by all steps. Only one step at a time may use them."""
 
     def __init__(self, pool: Tensor, block_size: int, copier: Callable[[Tensor, KVCodec | None], SegmentCopier],
-                 codec: KVCodec | None = None) -> None:
+                 addresses: Callable[[Sequence[int]], npt.NDArray[np.int64]], codec: KVCodec | None = None) -> None:
         """Make the buffers. `pool` [num_blocks, layers, 2, Hk, size]; `copier`: makes the copier into the buffers;
-        `codec`: the codec of blocks in host memory, if they are quantised."""
+        `addresses`: returns the addresses of slots of the host tier, which never move; `codec`: the codec of blocks in
+        host memory, if they are quantised."""
         self.block_size = block_size
         self.layers = pool.shape[1]
         self.segment_blocks = segment_blocks(block_size, pool.device.type)
         self.buffers = torch.zeros(SEGMENTS, self.segment_blocks, *pool.shape[2:], dtype=pool.dtype, device=pool.device)
         self._copier = copier(self.buffers, codec)
         self.in_place = self._copier.in_place
-        self._addresses: tuple[int, ...] = ()
+        self._addresses = addresses
+        self._slots: tuple[int, ...] = ()
 
     def prefix(self, item: StepItem) -> StagedPrefix:
         """Return the offloaded blocks of a request that runs alone, for one step."""
@@ -66,12 +70,13 @@ class OffloadStage:
                              self.buffers.device)
         return StagedPrefix(self, self._copier, self._find(item.host_blocks), item.end, resident)
 
-    def _find(self, addresses: tuple[int, ...]) -> Tensor:
-        """Return the addresses as a tensor, after preparing those that are new since the last step."""
-        known = len(self._addresses) if addresses[:len(self._addresses)] == self._addresses else 0
+    def _find(self, slots: tuple[int, ...]) -> Tensor:
+        """Return the slots' addresses int64 [n], after preparing those that are new since the last step."""
+        addresses = self._addresses(slots)
+        known = len(self._slots) if slots[:len(self._slots)] == self._slots else 0
         self._copier.prepare(addresses[known:])
-        self._addresses = addresses
-        return torch.tensor(addresses, dtype=torch.int64)
+        self._slots = slots
+        return torch.from_numpy(addresses)
 
 
 class StagedPrefix:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from spillover.kernels.extents import SEGMENTS
@@ -23,7 +24,7 @@ class CpuCopier:
         self.in_place = codec is None
         self._copies: list[CpuCopy | None] = [None] * SEGMENTS
 
-    def prepare(self, addresses: Sequence[int]) -> None:
+    def prepare(self, addresses: npt.NDArray[np.int64]) -> None:
         """Do nothing: the copy thread reads any host memory."""
 
     def begin(self, buffer: int, blocks: Tensor, layer: int, stage: Tensor) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,7 +30,7 @@ class CudaCopier:
         if self._codec is not None:
             self._codes = torch.zeros(buffers.shape[1], self._codec.slot_bytes, dtype=torch.uint8, device=self._device)
 
-    def prepare(self, addresses: Sequence[int]) -> None:
+    def prepare(self, addresses: npt.NDArray[np.int64]) -> None:
         self._pinned = self._transfers.pool.pin(addresses) and self._pinned
 
     def begin(self, buffer: int, blocks: Tensor, layer: int, stage: Tensor) -> None:

@@ -5,7 +5,7 @@ the engine's thread; the copies themselves run on other threads, on the memory t
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -55,8 +55,12 @@ class Slots:
         slab, place = divmod(slot, self._per_slab)
         return self._slabs[slab][place * self._stride : place * self._stride + self.slot_bytes]
 
-    def address(self, slot: int) -> int:
-        return int(self._addresses[slot])
+    def addresses(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the addresses of slots; ValueError if one of them was never acquired."""
+        ids = np.asarray(slots, dtype=np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._count:
+            raise ValueError(f"slots {ids.min()} to {ids.max()} of the {self._count} in host memory")
+        return self._addresses[ids]
 
     def views(self, slots: list[int]) -> SlotViews:
         return SlotViews(self.view, slots, self._addresses[slots], self.slot_bytes)

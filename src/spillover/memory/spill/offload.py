@@ -18,7 +18,7 @@ class _Offloaded:
     """The blocks of one sequence that are in host memory or being moved there."""
 
     entries: list[Entry] = field(default_factory=list)  # the sequence's leading blocks
-    addresses: tuple[int, ...] = ()  # addresses of these blocks in host memory
+    slots: tuple[int, ...] = ()  # slots of these blocks in host memory
     moving: list[Entry] = field(default_factory=list)  # the next blocks, which are being moved
     copies: int = 0  # number of blocks in `moving` whose copy has not completed
     failures: int = 0
@@ -35,8 +35,8 @@ class Offload:
         """Return whether blocks are being moved."""
         return any(sequence.moving for sequence in self._sequences.values())
 
-    def addresses(self, seq: str) -> tuple[int, ...]:
-        return self._sequences[seq].addresses if seq in self._sequences else ()
+    def slots(self, seq: str) -> tuple[int, ...]:
+        return self._sequences[seq].slots if seq in self._sequences else ()
 
     def start(self, seq: str, num_blocks: int) -> bool:
         """Offload as documented at `KVConnector.offload`; only if every layer has full attention."""
@@ -77,7 +77,7 @@ class Offload:
         moved, sequence.moving = sequence.moving, []
         if all(entry.ready for entry in moved):
             sequence.entries += moved
-            sequence.addresses += tuple(self._store.private.address(entry) for entry in moved)
+            sequence.slots += tuple(entry.slot for entry in moved)
             self._kv.drop_offloaded(seq, len(sequence.entries))
         else:
             sequence.failures += 1

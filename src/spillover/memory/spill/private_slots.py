@@ -37,7 +37,3 @@ class PrivateSlots:
         """Release slots, each at once or when the copy into it has completed."""
         for entry in entries:
             self._unpin(entry)
-
-    def address(self, entry: Entry) -> int:
-        """Return the block's address in host memory."""
-        return self._host.slots.address(entry.slot)

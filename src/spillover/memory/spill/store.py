@@ -56,11 +56,12 @@ class SpillStore:
         self.rates = TierRates(rates or {})
         self.spilled_blocks = 0
         self.dropped = 0  # number of blocks that left the device before they could be copied
-        self._host = HostCache(Slots(link.allocate, link.slot_bytes, host_blocks or staging_blocks))
+        self.slots = Slots(link.allocate, link.slot_bytes, host_blocks or staging_blocks)
+        self._host = HostCache(self.slots)
         self._admission = admission or Always()
         self._link_rates = link_rates or {}
         self._wake = wake or threading.Event()
-        self.copies = LinkCopies(link, self._host.slots, self.rates.get("host", LINK_RATE), self._wake.set)
+        self.copies = LinkCopies(link, self.slots, self.rates.get("host", LINK_RATE), self._wake.set)
         self.direct = DirectCopies(link, self.tiers, self.keeps)
         self.private = PrivateSlots(self._host, self.copies, self._unpin)
         self._fetches: list[Fetch] = []
@@ -109,7 +110,7 @@ class SpillStore:
         """Return the maximum number of blocks that could be spilled now."""
         if self.direct.spills:
             return self.direct.room
-        return self._host.spare if self.tiers else self._host.slots.limit
+        return self._host.spare if self.tiers else self.slots.limit
 
     def wanted(self, key: bytes) -> bool:
         """Return whether the admission policy accepts the block for the tier next to the device."""
@@ -173,7 +174,7 @@ class SpillStore:
     @property
     def prefetch_room(self) -> int:
         """Return the maximum number of blocks that waiting requests may prefetch to host memory."""
-        return self._host.slots.limit // 2
+        return self.slots.limit // 2
 
     def count_hit(self, tier: str, tokens: int) -> None:
         self._hits[tier] = self._hits.get(tier, 0) + tokens
@@ -241,7 +242,7 @@ class SpillStore:
         """Write blocks that only host memory has to the tiers below, until the deadline."""
         while self.tiers and time.monotonic() < deadline:
             self.poll()
-            self._writes.write_until(self._host.slots.limit)
+            self._writes.write_until(self.slots.limit)
             if not self.busy:
                 return
             self.wait(0.05)
@@ -270,7 +271,7 @@ class SpillStore:
                 tier.publish_to(events)
 
     def reports(self) -> list[TierReport]:
-        host = HostReport(len(self._host), self._host.slots.limit, self.copies.to_host, self.copies.to_device,
+        host = HostReport(len(self._host), self.slots.limit, self.copies.to_host, self.copies.to_device,
                           self.copies.failures, self._host.dropped) if self.keeps else None
         return tier_reports(host, self.tiers, self._hits, self._link_rates, self.link.slot_bytes, self.dropped)
 
@@ -375,7 +376,7 @@ class SpillStore:
             return None
         for load in self._waiters.get(key, ()):
             load.tier = tier.name
-        return Fetch(failed.entry, tier, now, 1, tier.load([(key, self._host.slots.view(failed.entry.slot))])[0])
+        return Fetch(failed.entry, tier, now, 1, tier.load([(key, self.slots.view(failed.entry.slot))])[0])
 
     def _finish_copies(self, entries: Sequence[Entry], ok: bool, safe: bool, tier: str | None = None) -> None:
         """Finish a copy into these entries, from `tier` or (None) the device, which held one pin on each."""
@@ -451,7 +452,7 @@ class SpillStore:
             self._queue.popleft()
         for tier in self.tiers:
             if entries := fetches.get(tier.name):
-                tickets = tier.load([(entry.key, self._host.slots.view(entry.slot)) for entry in entries])
+                tickets = tier.load([(entry.key, self.slots.view(entry.slot)) for entry in entries])
                 for place, (entry, ticket) in enumerate(zip(entries, tickets, strict=True), start=1):
                     self._fetches.append(Fetch(entry, tier, now, place, ticket))
 
@@ -462,7 +463,7 @@ class SpillStore:
     def _margin(self) -> int:
         """Return the number of slots to keep ready for the next spills, and for loads that wait for one."""
         wanted = max(2 * self.copies.batch, self._short) + len(self._queue)
-        return min(wanted, self._host.slots.limit // 2) if self.keeps else 0
+        return min(wanted, self.slots.limit // 2) if self.keeps else 0
 
     def _note_presence(self, key: bytes, present: bool) -> None:
         """Note whether the last tier has the block. If not, host memory's copy is written to it before its eviction."""

@@ -97,7 +97,7 @@ class TieredConnector:
         return self._offload.start(seq, num_blocks)
 
     def host_blocks(self, seq: str) -> tuple[int, ...]:
-        return self._offload.addresses(seq)
+        return self._offload.slots(seq)
 
     def end(self, seq: str) -> None:
         if seq in self._restores:
