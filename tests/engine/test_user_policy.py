@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from spillover.engine.cuda.policy_thread import PolicyThread
 from spillover.errors import SpilloverError
 from spillover.kernels.moe.page_table import PageTable
 from spillover.memory.policies.experts import expert_policy
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.memory.transfer.link_queue import Priority
 from support import starved
 from support.policy_of_my_own import Backwards
 
@@ -87,6 +90,32 @@ def test_a_policy_that_fails_beside_the_device_is_named_in_the_log(caplog: pytes
     (line,) = [record for record in caplog.records if "--policy" in record.getMessage()]
     assert f"--policy {HERE}:LosesCount: its method on_route failed (KeyError: 0)" in line.getMessage()
     assert line.exc_info is None
+
+
+def test_the_worth_goes_to_the_device_as_a_counted_copy() -> None:
+    transfers = FakeTransfers()
+    table = PageTable.make([2, 2], 8, 4, 4, torch.device("cpu"))
+    policy = Backwards()
+    policy.on_load(2, 8, 2)
+    thread = PolicyThread(policy, table, cast(CudaTransfers, transfers))
+    thread.close()
+    assert table.worth.tolist() == [list(policy.worth(layer)) for layer in range(2)]
+    assert transfers.started == [(Priority.DEMAND, table.worth.nbytes)]
+
+
+class FakeTransfers:
+    """Copies at once."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Priority, int]] = []
+
+    def start_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], priority: Priority) -> FakeTransfers:
+        for target, source in pairs:
+            target.copy_(source)
+            self.started.append((priority, target.nbytes))
+        return self
+
+    def synchronize(self) -> None: ...
 
 
 def test_an_admission_that_fails_stores_nothing_and_changes_no_token(

@@ -80,14 +80,15 @@ def test_nobody_waits_for_ever() -> None:
 
 def test_bytes_time_and_rates_are_counted() -> None:
     queue = LinkQueue(duplex=True, rate=1e3)
-    queue.count(Priority.PREFETCH, 2000)
+    queue.count(Priority.PREFETCH, 1500, 3)
+    queue.count(Priority.PREFETCH, 500)
     with queue.admit(QueuedCopy(Priority.SPILL, MB)):
         time.sleep(0.01)
     with pytest.raises(RuntimeError), queue.admit(QueuedCopy(Priority.RESTORE, 10)):
         raise RuntimeError("a copy that failed leaves the link free")
     report = queue.report()
     found = {each.priority: each for each in report.transfers}
-    assert (found["prefetch"].copies, found["prefetch"].bytes, found["prefetch"].seconds) == (1, 2000, 2.0)
+    assert (found["prefetch"].copies, found["prefetch"].bytes, found["prefetch"].seconds) == (4, 2000, 2.0)
     assert found["spill"].bytes == MB
     assert found["spill"].seconds >= 0.01
     assert report.rates is not None

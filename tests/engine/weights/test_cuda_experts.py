@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ from spillover.kernels.moe.page_table import PageTable
 from spillover.kernels.moe.records import Record
 from spillover.memory.experts import ExpertCache
 from spillover.memory.policies.experts import LRUQuota
+from spillover.memory.transfer import link_queue
+from spillover.memory.transfer.link_queue import LinkQueue
 from spillover.models.registry import architecture
 from spillover.models.weights import one_expert_of, split_experts
 from support import starved
@@ -102,21 +106,21 @@ class Model:
         buffers = StreamBuffers(streamed, len(streamed) // 2, None)
         return PagedExperts(self.arena, table, self.runs, buffers, paged_tokens, k, host)
 
-    def check(self, experts: CudaExperts, steps: int, seed: int) -> None:
+    def check(self, experts: CudaExperts, steps: int, seed: int, tokens: Sequence[int] = (1, 1, 2, 5, 33)) -> None:
         config, rng = self.config, random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):
-            tokens = rng.choice([1, 1, 2, 5, 33])
-            experts.begin_step(tokens)
+            rows = rng.choice(tokens)
+            experts.begin_step(rows)
             for layer, (first, second) in enumerate(self.stacks):
-                x = torch.randn(tokens, config.hidden_size, generator=generator)
-                scores = torch.randn(tokens, config.num_experts, generator=generator)
+                x = torch.randn(rows, config.hidden_size, generator=generator)
+                scores = torch.randn(rows, config.num_experts, generator=generator)
                 arguments = (config.experts_per_token, True, config.swiglu_limit)
                 found = experts.mixture(layer, x, scores, *arguments)
                 wanted = mixture_reference(x, scores, first, second, *arguments)
                 room = SIGMAS * rounding(x, scores, first, second, *arguments)
                 assert ((found - wanted).abs() <= room).all()
-            experts.end_step(tokens)
+            experts.end_step(rows)
             if isinstance(experts, PagedExperts):
                 experts.table.check()
 
@@ -128,6 +132,24 @@ def test_missing_experts_are_fetched_or_stream_past(name: str) -> None:
     model.check(experts, steps=12, seed=1)
     assert experts.traffic.expert_misses > 0
     assert experts.traffic.bytes_moved > experts.traffic.expert_misses * model.record.nbytes
+
+
+def test_experts_that_the_device_fetches_make_the_link_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, queue = Model("mixtral", [4, 4], 6), LinkQueue(duplex=True, rate=1e3)
+    experts = model.paged()
+    monkeypatch.setattr(experts._buffers, "_transfers", SimpleNamespace(queue=queue))
+    monkeypatch.setattr(link_queue, "WINDOW", 0.0)
+    model.check(experts, steps=12, seed=1, tokens=(1, 2))
+    traffic = experts.traffic
+    report = queue.report()
+    demand = next(each for each in report.transfers if each.priority == "demand")
+    assert (demand.copies, demand.bytes) == (traffic.expert_misses, traffic.bytes_moved)
+    assert demand.copies > 0
+    assert demand.seconds == demand.bytes / 1e3
+    assert report.busy is not None
+    assert report.busy["to_device"] > 0
+    assert experts.traffic == traffic
+    assert queue.report().transfers == report.transfers  # nothing was fetched since, and nothing is counted twice
 
 
 @pytest.mark.parametrize(("name", "quota"), [("gpt-oss", 5), ("qwen3-moe", 9)])

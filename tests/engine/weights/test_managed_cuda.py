@@ -26,6 +26,7 @@ from spillover.memory.transfer.cuda_driver import (
     CudaDriver,
 )
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.memory.transfer.link_queue import LinkQueue
 from spillover.plan.placement import MANAGED, WeightPlan
 
 LAYERS = 5
@@ -112,7 +113,7 @@ def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def managed(driver: MadeUpDriver, reserved: int = 0, oversubscribe: bool = False) -> OnTheHost:
     stream = SimpleNamespace(cuda_stream=1, wait_stream=lambda other: None, record_event=lambda: None)
     transfers = SimpleNamespace(device=torch.device("cpu"), stream=lambda priority: stream,
-                                queue=SimpleNamespace(count=lambda priority, nbytes: None))
+                                queue=LinkQueue(duplex=True, rate=1e9))
     return OnTheHost(cast(CudaTransfers, transfers), reserved, oversubscribe, cast(CudaDriver, driver))
 
 
@@ -174,6 +175,8 @@ def test_pages_that_are_needed_now_wait_for_the_evictions_that_make_room_for_the
     memory.to_device(page)
     memory.to_device(page)
     assert calls == [("evict", 1), ("fetch", 1), ("wait", 1), ("fetch", 0), ("fetch", 0)]
+    counted = {each.priority: each.bytes // FAULT_AROUND for each in memory._transfers.queue.report().transfers}
+    assert counted == {"restore": 0, "demand": 2, "prefetch": 1, "spill": 1}
     calls.clear()
     memory.to_host(page, ahead=True)
     memory.wait()

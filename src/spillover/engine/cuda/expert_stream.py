@@ -65,7 +65,7 @@ class ExpertStream:
             self._share = share
             self._version += 1
         self.bytes_moved += self._plan.bytes_moved
-        self._buffers.count(Priority.PREFETCH, self._plan.bytes_moved)
+        self._buffers.count(Priority.PREFETCH, self._plan.bytes_moved, self._plan.copies)
         self.copies += self._plan.copies
         self.num_hosted += self._plan.num_hosted
 

@@ -116,9 +116,8 @@ class CudaManagedMemory:
         self._driver.set_context(self._context)
         for address, nbytes in pages:
             self._driver.prefetch(address, nbytes, device, stream.cuda_stream)
-        if device is not None:
-            self._transfers.queue.count(Priority.PREFETCH if ahead else Priority.DEMAND,
-                                        sum(each.nbytes for each in pages))
+        priority = Priority.SPILL if device is None else Priority.PREFETCH if ahead else Priority.DEMAND
+        self._transfers.queue.count(priority, sum(each.nbytes for each in pages), len(pages))
 
     def _drop(self, pages: Sequence[Pages]) -> None:
         """Drop the device's copies of pages whose originals are on the host. A prefetch to the host would keep them;

@@ -102,8 +102,8 @@ class PagedExperts(GraphAware):
     def traffic(self) -> WeightTraffic:
         """Return the counts since the start; this waits for the device."""
         hits, gathered, hosted = self.table.totals.sum(0).tolist()
-        self._buffers.count(Priority.DEMAND, (gathered - self._gathered) * self.arena.record_bytes)
-        self._gathered = gathered
+        fetched, self._gathered = gathered - self._gathered, gathered
+        self._buffers.count(Priority.DEMAND, fetched * self.arena.record_bytes, fetched)
         stream = self._stream
         return WeightTraffic(gathered * self.arena.record_bytes + stream.bytes_moved, gathered + stream.copies, 0, hits,
                              gathered, hosted + stream.num_hosted)

@@ -26,7 +26,7 @@ class PolicyThread:
         self._policy = policy
         self._table = table
         self._worth = torch.zeros(table.worth.shape, pin_memory=table.worth.is_cuda)
-        self._stream = transfers.stream(Priority.DEMAND) if transfers is not None else None
+        self._transfers = transfers
         self._read = 0  # number of the last step that was read from the log
         self._step_completed = False  # whether another step has completed since the thread last woke up
         self._news = threading.Condition()
@@ -62,16 +62,16 @@ class PolicyThread:
     def write(self) -> None:
         for layer in range(self._worth.shape[0]):
             self._worth[layer] = torch.tensor(self._policy.worth(layer), dtype=torch.float32)
-        if self._stream is None:
+        if self._transfers is None:
             self._table.worth.copy_(self._worth)
             return
-        with torch.cuda.stream(self._stream):
-            self._table.worth.copy_(self._worth, non_blocking=True)
-        self._stream.synchronize()  # the copy must complete before the pinned buffer is written again
+        target, source = (each.view(-1).view(torch.uint8) for each in (self._table.worth, self._worth))
+        ended = self._transfers.start_all([(target, source)], Priority.DEMAND)
+        ended.synchronize()  # the copy must complete before the pinned buffer is written again
 
     def _complete(self) -> int:
         """Return the number of the last step whose log is complete; the one after it may still be running."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._transfers.stream(Priority.DEMAND) if self._transfers is not None else None):
             return int(self._table.step.item()) - 1
 
     def _run(self) -> None:

@@ -44,10 +44,10 @@ class StreamBuffers:
     def places(self) -> int:
         return len(self._places)
 
-    def count(self, priority: Priority, nbytes: int) -> None:
-        """Count the bytes that steps copy, which a replayed CUDA graph copies without the host."""
+    def count(self, priority: Priority, nbytes: int, copies: int) -> None:
+        """Count what steps copy: a replayed CUDA graph copies without the host."""
         if self._transfers is not None:
-            self._transfers.queue.count(priority, nbytes)
+            self._transfers.queue.count(priority, nbytes, copies)
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Begin a step with its groups, in the order in which `acquire` will return them; also during capture of its

@@ -25,7 +25,7 @@ class Priority(IntEnum):
     RESTORE = 0  # KV that a request waits for
     DEMAND = 1  # weights that the running step waits for
     PREFETCH = 2  # weights, or KV of a sequence longer than the pool, that a step will need
-    SPILL = 3  # KV copied from the device
+    SPILL = 3  # KV, or pages of managed memory, copied from the device
 
     @property
     def direction(self) -> str:
@@ -101,11 +101,11 @@ class LinkQueue:
             copy.priority = min(copy.priority, priority)
             self._changed.notify_all()
 
-    def count(self, priority: Priority, nbytes: int) -> None:
-        """Count a copy that runs in stream order, with a duration estimated from the link's measured rate."""
+    def count(self, priority: Priority, nbytes: int, copies: int = 1) -> None:
+        """Count copies that run in stream order, with a duration estimated from the link's measured rate."""
         if nbytes:
             with self._changed:
-                self._count(priority, nbytes, nbytes / self._rates[priority.direction])
+                self._count(priority, nbytes, nbytes / self._rates[priority.direction], copies)
 
     def report(self) -> LinkReport:
         now = time.monotonic()
@@ -127,8 +127,8 @@ class LinkQueue:
                                                        or other.priority.direction == copy.priority.direction)
                    for other in (*self._waiting, *self._running))
 
-    def _count(self, priority: Priority, nbytes: int, seconds: float) -> None:
-        self._copies[priority] += 1
+    def _count(self, priority: Priority, nbytes: int, seconds: float, copies: int = 1) -> None:
+        self._copies[priority] += copies
         self._bytes[priority] += nbytes
         self._seconds[priority] += seconds
 
