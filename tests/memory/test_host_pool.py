@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from spillover.errors import SpilloverError
-from spillover.kernels.huge_pages import HUGE_PAGE, PAGE, address_of, map_pages
+from spillover.kernels.huge_pages import HUGE_PAGE, PAGE, address_of, make_file, map_file, map_pages
 from spillover.memory.transfer.host_pool import HostPool
 
 
@@ -141,3 +142,16 @@ def test_pages_begin_where_they_should_and_leave_a_gap(nbytes: int) -> None:
         assert not view.readonly
     for left, right in itertools.pairwise(views):
         assert address_of(left) + left.nbytes < address_of(right)
+
+
+def test_a_file_in_memory_is_shared_and_keeps_its_size() -> None:
+    """If a process could truncate the file, every other one that touches it would be killed."""
+    descriptor = make_file("spillover-test", 3 * PAGE)
+    one, other = map_file(descriptor, 3 * PAGE), map_file(descriptor, 2 * PAGE)
+    one[PAGE] = 7
+    assert other[PAGE] == 7
+    for size in (PAGE, 4 * PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    os.close(descriptor)
+    assert one[PAGE] == 7

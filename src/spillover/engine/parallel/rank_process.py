@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spillover.errors import SpilloverError
+from spillover.kernels.huge_pages import map_file
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -70,7 +70,7 @@ def _serve(rank_0: Connection, line: bytes) -> None:
     def shared(nbytes: int) -> torch.Tensor:
         if launch.pool is None:
             return ranks.pools[0][:nbytes]
-        memory = mmap.mmap(launch.pool, nbytes)
+        memory = map_file(launch.pool, nbytes)
         os.close(launch.pool)
         return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -19,6 +19,7 @@ from spillover.engine.parallel.parallel_runner import ParallelRunner
 from spillover.engine.parallel.rank_plan import without_tiers
 from spillover.engine.parallel.rank_processes import RankProcesses
 from spillover.errors import SpilloverError
+from spillover.kernels.huge_pages import make_file, map_file
 from spillover.models.sharding.ranks import Ranks
 from spillover.plan.hardware import probe
 from spillover.plan.planner import Plan
@@ -89,6 +90,5 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
 
 def _shared_pool(nbytes: int) -> tuple[int, mmap.mmap]:
     """Make anonymous shared memory, freed when its last mapping is gone; return (descriptor, mapping)."""
-    descriptor = os.memfd_create("spillover-kv")
-    os.ftruncate(descriptor, nbytes)
-    return descriptor, mmap.mmap(descriptor, nbytes)
+    descriptor = make_file("spillover-kv", nbytes)
+    return descriptor, map_file(descriptor, nbytes)

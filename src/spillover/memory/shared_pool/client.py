@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import msgspec
 
+from spillover.kernels.huge_pages import map_file
 from spillover.memory.shared_pool import wire
-from spillover.memory.shared_pool.owner import map_memory
 from spillover.memory.transfer.host_pool import HostPool
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class PoolMemory:
         self.size = size
         self.slab_bytes = slab_bytes
         self.users = 0  # number of connections that use the memory
-        self._map = map_memory(fd, size)
+        self._map = map_file(fd, size)
         self._view = memoryview(self._map)
         self._host = host
         if host is not None:

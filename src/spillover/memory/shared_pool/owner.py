@@ -10,18 +10,19 @@ import contextlib
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import selectors
 import socket
 import stat
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from spillover.errors import SpilloverError
+from spillover.kernels.huge_pages import POPULATE_WRITE, make_file, map_file
 from spillover.memory.shared_pool import wire
 from spillover.memory.shared_pool.index import Client, Model, PoolIndex
 from spillover.memory.shared_pool.runs import PoolRuns
@@ -31,7 +32,6 @@ log = logging.getLogger("spillover.memory")
 
 BACKLOG = 64
 READ_BYTES = 256 << 10
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: populates pages, or fails if there is no memory for them
 
 
 class PoolOwner:
@@ -44,10 +44,10 @@ class PoolOwner:
         self._stopping = False
         with contextlib.ExitStack() as stack:
             self._lock = stack.enter_context(_locked(path))
-            self._memory = stack.enter_context(_Memory())
             self.index = PoolIndex(capacity, prepare=self._prepare)
-            self._memory.resize(self.index.capacity)
-            self.runs = PoolRuns(self.index, _make_run)
+            self._memory = stack.enter_context(_Memory(self.index.capacity))
+            # The process that writes a run populates its pages.
+            self.runs = PoolRuns(self.index, partial(make_file, "spillover-weights"))
             stack.callback(self.runs.close)
             self.index.reclaim = lambda: self.runs.free_slabs(1)
             self._listening = stack.enter_context(_listen(path))
@@ -276,23 +276,16 @@ class _Connection:
 
 
 class _Memory:
-    """An anonymous file in memory; it is sealed, so that no process can truncate it while others have it mapped."""
+    """The file in memory that clients map."""
 
-    def __init__(self) -> None:
-        self.size = 0
-        self.fd = os.memfd_create("spillover-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._map: mmap.mmap | None = None
-
-    def resize(self, size: int) -> None:
-        os.ftruncate(self.fd, size)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    def __init__(self, size: int) -> None:
         self.size = size
-        self._map = map_memory(self.fd, size)
+        self.fd = make_file("spillover-pool", size)
+        self._map = map_file(self.fd, size)
 
     def prepare(self, start: int, length: int) -> bool:
         """Populate the pages now, huge ones if possible: if that failed at a later access, it would kill the process
         that touches the page."""
-        assert self._map is not None
         with contextlib.suppress(OSError):
             self._map.madvise(POPULATE_WRITE, start, length)
             return True
@@ -305,34 +298,13 @@ class _Memory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._map is not None:
-            self._map.close()
+        self._map.close()
         os.close(self.fd)
 
 
 def _other_version(version: int) -> wire.Refused:
     return wire.Refused(f"the pool's owner speaks version {wire.VERSION} and not {version}; start it again with the "
                         "same release")
-
-
-def _make_run(nbytes: int) -> int:
-    """Create a sealed file in memory, which no process can truncate; the process that writes it populates its pages."""
-    fd = os.memfd_create("spillover-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def map_memory(fd: int, size: int) -> mmap.mmap:
-    """Map the pool's memory."""
-    mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
-    with contextlib.suppress(OSError):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return mapped
 
 
 @contextlib.contextmanager

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import xxhash
 
-from spillover.kernels.huge_pages import address_of
+from spillover.kernels.huge_pages import POPULATE_WRITE, address_of, map_file
 from spillover.memory.shared_pool import wire
 from spillover.memory.shared_pool.client import Connection, PoolUnavailableError
-from spillover.memory.shared_pool.owner import POPULATE_WRITE, map_memory
 from spillover.memory.transfer.host_pool import HostPool
 from spillover.units import format_bytes
 
@@ -76,7 +75,7 @@ class SharedWeights:
                 return None
             time.sleep(AGAIN_SECONDS)
         try:
-            mapped = map_memory(fd, content.nbytes)
+            mapped = map_file(fd, content.nbytes)
         finally:
             os.close(fd)
         memory = memoryview(mapped)

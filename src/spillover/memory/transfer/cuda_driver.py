@@ -14,6 +14,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from spillover.kernels.huge_pages import POPULATE_WRITE
+
 Addresses = npt.NDArray[np.uint64]
 
 _PORTABLE = 1  # memory is pinned for every context
@@ -22,7 +24,6 @@ _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
 _UNSUPPORTED = 801
 _EQUAL = 1
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_POPULATE_WRITE = 23  # Linux 5.14; older kernels refuse it, which is harmless
 _ATTACH_GLOBAL = 1  # managed memory that every stream may use
 _HOST = -1  # CU_DEVICE_CPU
 _CONCURRENT_MANAGED_ACCESS = 89  # attribute of devices to which pages move when touched
@@ -192,7 +193,7 @@ class CudaDriver:
         _check("cuMemAdvise", self._library.cuMemAdvise(address, nbytes, advice, _HOST))
 
     def populate(self, address: int, nbytes: int) -> None:
-        self._madvise(address, nbytes, _POPULATE_WRITE)
+        self._madvise(address, nbytes, POPULATE_WRITE)  # older kernels refuse it, which is harmless
 
     def register(self, address: int, nbytes: int) -> bool:
         """Pin page-aligned host memory; return whether the driver accepted it."""
