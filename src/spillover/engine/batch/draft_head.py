@@ -81,9 +81,9 @@ class DraftHead:
         w = self.w
         return w["targets"].index_select(0, ids) if "targets" in w else ids
 
-    def first(self, places: Tensor) -> Tensor:
+    def first(self, places: Tensor, into: Tensor | None = None) -> Tensor:
         """Return the features with which drafts begin: the kept rows at these indices."""
-        return self.kept.rows.index_select(0, places)
+        return torch.index_select(self.kept.rows, 0, places, out=into)
 
     @property
     def _kv_layer(self) -> Tensor:

@@ -54,7 +54,7 @@ class BlockUpdates(NamedTuple):
     blocks: npt.NDArray[np.int32]
 
 
-_NO_UPDATES = BlockUpdates(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32))
+NO_UPDATES = BlockUpdates(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32))
 
 
 class RequestTable:
@@ -75,7 +75,7 @@ class RequestTable:
         self.first_row = np.zeros(count, dtype=np.int64)  # first position that the request's last step computed
         self.end_row = np.zeros(count, dtype=np.int64)  # end of the positions that the request's last step computed
         # Drafts that only the device knows: by request id, indices into the samples and drafts of the last step.
-        self.drafted: dict[int, npt.NDArray[np.int32]] = {}
+        self.drafted: dict[int, list[int]] = {}
         self._rows: dict[int, Row] = {}
         self._free = list(range(count - 1, -1, -1))
         self._group_stride = (count + 1) * width
@@ -103,7 +103,7 @@ class RequestTable:
                     counts.append(len(blocks))
                     new.extend(blocks)
         if not new:
-            return np.array(slots, dtype=np.int64), _NO_UPDATES
+            return np.array(slots, dtype=np.int64), NO_UPDATES
         places = np.arange(len(new)) + np.repeat(np.array(firsts, dtype=np.int64), counts)
         return np.array(slots, dtype=np.int64), BlockUpdates(places, np.array(new, dtype=np.int32))
 

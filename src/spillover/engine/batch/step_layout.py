@@ -7,6 +7,7 @@ block.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,8 @@ from spillover.engine.batch.sampler import random_numbers
 from spillover.engine.step import Phase, StepItem
 
 Integers = npt.NDArray[np.int64]
+
+_KNOWN = array("i", [-1])  # the source of a token that the host knows
 
 
 @dataclass(frozen=True)
@@ -195,18 +198,21 @@ def _write_tokens(into: StepArrays, items: ItemArrays, table: RequestTable) -> N
             into.sources[row] = -1
         return
     pending = items.starts + items.counts > table.num_known[items.slots]  # only an item's last row can be pending
-    first = 0
+    token_ids, sources = array("i"), array("i")  # arrays, as some items have thousands of rows
     for item, is_pending, drawn in zip(items.items, pending.tolist(), draws.tolist(), strict=True):
-        end = first + item.count
-        into.sources[first:end] = -1
-        known = table[item.id].token_ids[item.start:item.end]
+        token_ids += table[item.id].token_ids[item.start:item.end]
+        known = item.count - is_pending
         if item.draft_on_device:
-            known.extend([0] * len(item.draft))
-            into.sources[first + 1:end] = table.drafted[item.id][:len(item.draft)]
-        elif item.draft:
-            known.extend(item.draft)
+            known = item.count - len(item.draft)
+            token_ids.extend([0] * len(item.draft))
+            sources += _KNOWN * known
+            sources.extend(table.drafted[item.id][:len(item.draft)])
+            continue
+        sources += _KNOWN * (item.count if item.draft else known)
+        if item.draft:
+            token_ids.extend(item.draft)
         elif is_pending:
-            known.append(0)
-            into.sources[end - 1] = drawn
-        into.token_ids[first:end] = known
-        first = end
+            token_ids.append(0)
+            sources.append(drawn)
+    into.token_ids[:items.num_rows] = np.frombuffer(token_ids, dtype=np.int32)
+    into.sources[:items.num_rows] = np.frombuffer(sources, dtype=np.int32)

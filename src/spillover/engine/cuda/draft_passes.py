@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from spillover.engine.batch.draft_head import DraftHead
-from spillover.engine.batch.request_table import RequestTable, StepLimits
+from spillover.engine.batch.request_table import NO_UPDATES, BlockUpdates, RequestTable, StepLimits
 from spillover.engine.batch.step_layout import StepArrays
-from spillover.engine.batch.step_result import to_device
 from spillover.engine.cuda.graphs import Graphs, Key, ladder
 from spillover.engine.cuda.step_inputs import (
     HEADER,
@@ -28,6 +27,7 @@ from spillover.engine.cuda.step_inputs import (
     PinnedPair,
     StepInputs,
     StepShape,
+    aligned,
     table_updates,
 )
 from spillover.engine.step import ON_DEVICE, DraftItem, HeadDrafts
@@ -73,7 +73,9 @@ class DraftPasses:
         self._device = device
         self._sizes = ladder(most)
         self._places: dict[int, _Places] = {}  # inputs by number of rows
-        self._inputs = StepInputs(self._offsets(most).end, device)
+        # Each draft may have new entries of its request's block table, for the newest token and the drafted ones.
+        self._update_bytes = aligned(4 * (2 + 2 * most * (2 + limits.draft_tokens // block_size)))
+        self._inputs = StepInputs(self._offsets(most).end + self._update_bytes, device)
         items = ordered_splits.max_items(most + 1, self._longest, layer.num_kv_heads)
         self._scratch = DecodeScratch.make(items, most + 1, layer.num_heads, layer.num_kv_heads, layer.head_dim, device)
         self._ids = torch.zeros(most, dtype=i64, device=device)  # input tokens of the next pass
@@ -95,14 +97,11 @@ class DraftPasses:
         drafts: list[tuple[int, ...]] = [()] * len(items)
         if not found:
             return HeadDrafts(drafts)
-        if len(updates.blocks):
-            sent = to_device(torch.from_numpy(table_updates(updates)), self._device)
-            update_tables(self._table.block_tables, sent, len(updates.blocks))
         drafted_items = [items[index] for index in found]
         starts, counts = np.array([(item.start, item.count) for item in drafted_items], dtype=np.int64).T
         tokens = [self._table[item.id].token_ids[item.start] for item in drafted_items]
         ids = [item.id for item in drafted_items]
-        self.last = last = Drafts(ids, *self._run(slots, starts, counts, tokens, graphs))
+        self.last = last = Drafts(ids, *self._run(slots, starts, counts, tokens, updates, graphs))
         if wait:
             if last.ended is not None:
                 last.ended.synchronize()
@@ -112,22 +111,23 @@ class DraftPasses:
             return HeadDrafts(drafts)
         places = (self._first + np.arange(len(found), dtype=np.int32)[:, None]
                   + self._drafted.stride(0) * np.arange(int(counts.max()), dtype=np.int32))
-        self._table.drafted = dict(zip(last.ids, places, strict=True))
+        self._table.drafted = dict(zip(last.ids, places.tolist(), strict=True))
         for index, item in zip(found, drafted_items, strict=True):
             drafts[index] = (ON_DEVICE,) * item.count
         return HeadDrafts(drafts, None if last.ended is None else last.seconds)
 
     def _run(self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
-             tokens: Sequence[int], graphs: Graphs | None) -> tuple[Tensor, torch.cuda.Event | None,
-                                                                        torch.cuda.Event | None]:
+             tokens: Sequence[int], updates: BlockUpdates, graphs: Graphs | None,
+             ) -> tuple[Tensor, torch.cuda.Event | None, torch.cuda.Event | None]:
         """Draft after the newest token of each request. `starts`: its position; `counts`: number of tokens to draft.
         Returns the host tensor that will receive the drafts, and the events before and after the passes."""
         begun = self._event()
         rows, passes = len(slots), int(counts.max())
         size, kept = self._size(rows, graphs), self._head.kept
-        offsets = self._send(size, slots, starts, counts, tokens, slots * kept.per_slot + (starts - 1) % kept.per_slot)
+        offsets = self._send(size, slots, starts, counts, tokens, slots * kept.per_slot + (starts - 1) % kept.per_slot,
+                             updates)
         self._ids[:size].copy_(self._inputs.array(offsets, "token_ids"))
-        self._before[:size].copy_(self._head.first(self._inputs.array(offsets, "sample_rows")))
+        self._head.first(self._inputs.array(offsets, "sample_rows"), self._before[:size])
         self._done.zero_()
         key = Key(size, True, drafts=True)
         for _ in range(passes):
@@ -151,7 +151,8 @@ class DraftPasses:
         """Capture the graphs of all sizes now, with padding rows only."""
         for size in reversed(self._sizes):
             nothing = np.zeros(0, dtype=np.int64)
-            offsets, key = self._send(size, nothing, nothing, nothing, (), nothing), Key(size, True, drafts=True)
+            offsets = self._send(size, nothing, nothing, nothing, (), nothing, NO_UPDATES)
+            key = Key(size, True, drafts=True)
             self._done.zero_()
             graphs.run(key, partial(self._pass, offsets, key), at_once=True)
 
@@ -162,11 +163,13 @@ class DraftPasses:
         return InputOffsets.of(StepShape.decodes(size), 1, self._longest, self._kv_heads)
 
     def _send(self, size: int, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64],
-              counts: npt.NDArray[np.int64], tokens: Sequence[int], kept: npt.NDArray[np.int64]) -> InputOffsets:
-        """Write the inputs of the first pass and send them. `counts`: passes of each row, stored in the array `sources`
-        of a step; `kept`: indices of the kept hidden states that the tokens follow, stored in `sample_rows`."""
+              counts: npt.NDArray[np.int64], tokens: Sequence[int], kept: npt.NDArray[np.int64],
+              updates: BlockUpdates) -> InputOffsets:
+        """Write the inputs of the first pass and send them, and update the block tables. `counts`: passes of each row,
+        stored in the array `sources` of a step; `kept`: indices of the kept hidden states that the tokens follow,
+        stored in `sample_rows`."""
         if size not in self._places:
-            self._places[size] = _Places(self._offsets(size), self._inputs.cuda)
+            self._places[size] = _Places(self._offsets(size), self._update_bytes, self._inputs.cuda)
         places, rows = self._places[size], len(slots)
         self._inputs.begin()
         arrays = places.arrays[self._inputs.buffer]
@@ -177,8 +180,16 @@ class DraftPasses:
             into[:rows], into[rows:] = values, padding
         work = ordered_splits.decode_splits(np.arange(size), arrays.slots.astype(np.int64),
                                             arrays.seq_lens.astype(np.int64), self._kv_heads, self._head.window)
-        offsets = places.offsets
-        self._inputs.send(places.pair, places.pair.write_pieces(self._inputs.buffer, offsets.work[0], work))
+        offsets, buffer, count = places.offsets, self._inputs.buffer, len(updates.blocks)
+        end = places.pair.write_pieces(buffer, offsets.work[0], work)
+        if count:
+            place = aligned(end)
+            numbers = places.pair.array(buffer, place, 2 + 2 * count)
+            numbers[:] = table_updates(updates)
+            end = place + numbers.nbytes
+        self._inputs.send(places.pair, end)
+        if count:
+            update_tables(self._table.block_tables, self._inputs.view(place, i32, 2 + 2 * count), count)
         return offsets
 
     def _pass(self, offsets: InputOffsets, key: Key) -> Tensor:
@@ -213,9 +224,9 @@ class DraftPasses:
 class _Places:
     """Pinned inputs of passes with one number of rows; the row numbers in them never change."""
 
-    def __init__(self, offsets: InputOffsets, cuda: bool) -> None:
+    def __init__(self, offsets: InputOffsets, update_bytes: int, cuda: bool) -> None:
         self.offsets = offsets
-        self.pair = PinnedPair(offsets.end, cuda)
+        self.pair = PinnedPair(offsets.end + update_bytes, cuda)
         self.arrays: list[StepArrays] = [self.pair.arrays(buffer, offsets) for buffer in range(2)]
         for arrays in self.arrays:
             arrays.row_of[:] = np.arange(offsets.shape.rows)

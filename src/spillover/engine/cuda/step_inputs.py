@@ -63,14 +63,14 @@ class InputOffsets:
         end, arrays = _ALIGNMENT, {}
         for name, (dtype, size) in ARRAYS.items():
             arrays[name] = end
-            end = _aligned(end + sizes[size] * np.dtype(dtype).itemsize)
-        tiles, end = end, _aligned(end + 8 * shape.tiles)
-        short_bytes = _aligned(4 * (HEADER + ordered_splits.FIELDS * shape.short)) if shape.short else 0
+            end = aligned(end + sizes[size] * np.dtype(dtype).itemsize)
+        tiles, end = end, aligned(end + 8 * shape.tiles)
+        short_bytes = aligned(4 * (HEADER + ordered_splits.FIELDS * shape.short)) if shape.short else 0
         short = tuple(end + group * short_bytes for group in range(groups))
         end += groups * short_bytes
         work_size = HEADER + ordered_splits.FIELDS * ordered_splits.max_splits(shape.requests, longest, kv_heads)
-        work = tuple(end + group * _aligned(4 * work_size) for group in range(groups))
-        return InputOffsets(shape, arrays, 0, tiles, short, work, work_size, end + groups * _aligned(4 * work_size))
+        work = tuple(end + group * aligned(4 * work_size) for group in range(groups))
+        return InputOffsets(shape, arrays, 0, tiles, short, work, work_size, end + groups * aligned(4 * work_size))
 
     def size(self, name: str) -> int:
         sizes = {"T": self.shape.rows, "B": self.shape.requests, "B+1": self.shape.requests + 1,
@@ -82,7 +82,7 @@ class PinnedPair:
     """Two pinned buffers of one size, written alternately."""
 
     def __init__(self, nbytes: int, cuda: bool) -> None:
-        pinned = [torch.zeros(_aligned(nbytes), dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
+        pinned = [torch.zeros(aligned(nbytes), dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
         self.words = [buffer.view(torch.int64) for buffer in pinned]
         self._host: list[npt.NDArray[np.uint8]] = [buffer.numpy() for buffer in pinned]
 
@@ -106,7 +106,7 @@ class StepInputs:
         self.cuda = device.type == "cuda"
         self.pinned = PinnedPair(nbytes, self.cuda)
         self.buffer = 0  # index of the buffer of each pair that is being written
-        self._device = torch.zeros(_aligned(nbytes), dtype=torch.uint8, device=device)
+        self._device = torch.zeros(aligned(nbytes), dtype=torch.uint8, device=device)
         self._words = self._device.view(torch.int64)
         self._sent = [torch.cuda.Event() if self.cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
 
@@ -143,5 +143,5 @@ def table_updates(updates: BlockUpdates) -> npt.NDArray[np.int32]:
     return numbers
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -14,6 +14,7 @@ from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES, prefill_tiles
 from spillover.models.layers import Decoder
 
+_NO_TILES, _NO_SPLITS = np.empty((0, 2), dtype=np.int32), np.empty((0, ordered_splits.FIELDS), dtype=np.int32)
 MAX_PREFILL_REQUESTS = 32  # maximum number of requests with several rows in a step captured as a CUDA graph
 
 
@@ -70,16 +71,16 @@ class StepWriter:
             assert len(short) <= shape.short, "more items than there is room for"
             pinned.write_pieces(buffer, place, short)
         several = np.flatnonzero((counts > 1) & ~few)
-        tiles = prefill_tiles(several, counts[several])
+        tiles = prefill_tiles(several, counts[several]) if len(several) else _NO_TILES
         assert len(tiles) <= shape.tiles, "a graph that was captured for fewer tiles"
         all_tiles = pinned.array(buffer, offsets.tiles, 2 * shape.tiles).reshape(-1, 2)
         all_tiles[:len(tiles)] = tiles
         all_tiles[len(tiles):] = (shape.requests - 1, 0)
         single = counts == 1
-        slots, lengths = into.slots[single].astype(np.int64), all_lengths[single]
-        end = offsets.end
+        slots, lengths, work, end = into.slots[single].astype(np.int64), all_lengths[single], _NO_SPLITS, offsets.end
         for place, window in zip(offsets.work, self._windows, strict=True):
-            work = ordered_splits.decode_splits(starts[single], slots, lengths, self._kv_heads, window)
+            if len(slots):
+                work = ordered_splits.decode_splits(starts[single], slots, lengths, self._kv_heads, window)
             end = pinned.write_pieces(buffer, place, work)
         return offsets, end
 
