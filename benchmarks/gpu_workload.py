@@ -11,7 +11,6 @@ import datetime
 import gc
 import json
 import platform
-import random
 import shlex
 import statistics
 import sys
@@ -91,21 +90,6 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], lengths: Sequence[int], temp
     params = [SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
               for length in lengths]
     return llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
-
-
-def decode_rate(llm: LLM, prompt_len: int, output_len: int, seed: int) -> float:
-    """Return the tokens per second after the first token."""
-    rng = random.Random(seed)
-    output = run(llm, [[rng.randint(0, 10000) for _ in range(prompt_len)]], [output_len], 0.0)[0]
-    assert output.timings is not None
-    return (output_len - 1) / output.timings.decode
-
-
-def prefill_seconds(llm: LLM, length: int, seed: int) -> float:
-    rng = random.Random(seed)
-    output = run(llm, [[rng.randint(0, 10000) for _ in range(length)]], [1], 0.0)[0]
-    assert output.timings is not None
-    return output.timings.first_token - output.timings.scheduled
 
 
 def write(name: str, figures: Sequence[Figure], output: str | None, **details: Any) -> None:

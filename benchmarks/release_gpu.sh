@@ -50,8 +50,7 @@ part() {
         for shape in gpt-oss-120b qwen3-30b-a3b-fp8; do
             lab "w3-$shape" w3 --arms default --model "shape:$shape" || failed=1
         done ;;
-    quantized) run quantized quantized_models.py --only bf16 --only fp8-blocks --only fp8 --only int4 \
-        --output "$out/quantized-models.json" || failed=1 ;;
+    quantized) lab formats formats --arms fp8-blocks,fp8,int4 || failed=1 ;;
     speculation) lab speculation speculation || failed=1 ;;
     tiers) run tiers kv_tiers_gpu.py --model llama-3.1-8b --parts ttft --folder "$out" || failed=1 ;;
     *) echo "no such part: $1; there are suite, speed, quantized, speculation and tiers" >&2; exit 2 ;;

@@ -1,21 +1,18 @@
-"""Decodes one request with a GGUF file of random codes, types as in llama.cpp's Q4_K_M and shapes of Llama-3.1-8B:
+"""Writes a GGUF file of random codes, with types as in llama.cpp's Q4_K_M and the shapes of Llama-3.1-8B (4.9 GB):
 
-    PYTHONPATH=tests python benchmarks/gguf_decode.py /tmp/m.gguf [--layers 32] [--device cuda] [--codes keep|widen]
-
-The file (4.9 GB) is written if it does not exist. Prints tokens per second, and the bytes of the weights as planned.
+    PYTHONPATH=tests python benchmarks/gguf_file.py /tmp/m.gguf [--layers 32]
+    spill lab run formats --scale gguf --model /tmp/m.gguf
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from spillover import LLM, SamplingParams
 from support.models.coded_weights import stored
 from support.models.k_quants import q4_k_m
 
@@ -50,24 +47,11 @@ def write(path: Path, layers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--codes", default="keep")
-    parser.add_argument("--tokens", type=int, default=256)
     given = parser.parse_args()
-    if not given.path.exists():
-        write(given.path, given.layers)
-    start = time.perf_counter()
-    with LLM(str(given.path), device=given.device, skip_tokenizer_init=True, max_model_len=2048,
-             weight_codes=given.codes) as llm:
-        print(f"loaded in {time.perf_counter() - start:.1f} s, weights {llm.plan.weight_bytes / 1e9:.2f} GB")
-        for tokens in (16, given.tokens, given.tokens):
-            start = time.perf_counter()
-            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-            llm.generate([{"prompt_token_ids": list(range(1, 33))}], params, use_tqdm=False)
-            print(f"{tokens} tokens: {tokens / (time.perf_counter() - start):.1f} tok/s")
+    write(given.path, given.layers)
 
 
 if __name__ == "__main__":
