@@ -2,9 +2,10 @@
 
     python benchmarks/router_trace.py mooncake_conversation_trace.jsonl --output-json results/router_trace.json
 
-Four replicas as in benchmarks/router.py, run by the simulator (docs/cluster.md says how much it differs from real
-runs). `ideal` is a bound: the same arrivals without the tokens that one unlimited cache for all replicas would have
-found, so that nothing is evicted or computed twice, whatever the routing; it only decides which request waits where.
+Four replicas as in `spill lab run router --scale trace`, run by the simulator (docs/cluster.md says how much it differs
+from real runs). `ideal` is a bound: the same arrivals without the tokens that one unlimited cache for all replicas
+would have found, so that nothing is evicted or computed twice, whatever the routing; it only decides which request
+waits where.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RATES = (10.0, 14.0, 18.0, 20.0, 22.0, 24.0)
 
 
 def arrivals(path: Path, count: int, rate: float) -> list[Arrival]:
-    """Read the trace as benchmarks/router.py does: lengths divided by SCALE, and times scaled to this rate."""
+    """Read the trace with lengths divided by SCALE, and times scaled to this rate."""
     with path.open() as lines:
         rows = [json.loads(line) for line in itertools.islice(lines, count)]
     names, made = BlockNames(BLOCK), []

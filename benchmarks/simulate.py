@@ -16,25 +16,47 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from made_by import made_by
-from router import BLOCK, Answered, Request, added, arrivals, play, reset, small_completion
 from server_process import ServerProcess, free_port
 
+from spillover.bench.serving.http_client import Call, Connection, Reply
 from spillover.cluster.simulate.arrivals import Arrival, BlockNames
 from spillover.cluster.simulate.batching import ReplicaSettings
 from spillover.cluster.simulate.calibration import FORMAT, WITHIN, errors
 from spillover.cluster.simulate.costs import given
 from spillover.cluster.simulate.report import summary
 from spillover.cluster.simulate.run import FleetSettings, simulate
+from spillover.http_wire import Sink
 
+BLOCK = 16
 MEASURED = ("ttft_mean", "ttft_p50", "ttft_p95", "itl_mean", "itl_p95", "requests_per_second", "hit_rate")
 SETTINGS = ((1, "predicted"), (2, "predicted"), (2, "round-robin"))
+
+
+@dataclass(frozen=True)
+class Request:
+    at: float  # seconds from the start
+    prompt: list[int]
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    ttft: float | None  # seconds from when it was due; None: it failed before its first token
+    finished: float  # seconds on the clock of the run
+    prompt_tokens: int
+    cached_tokens: int
+    token_times: tuple[float, ...]  # arrival times of its tokens, on the clock of the run
 
 
 def tenants(arguments: argparse.Namespace, draw: random.Random, replicas: int) -> list[Request]:
@@ -52,8 +74,79 @@ def no_reuse(arguments: argparse.Namespace, draw: random.Random, replicas: int) 
             for at in arrivals(arguments.requests * replicas, replicas * arguments.rate, draw)]
 
 
+def arrivals(count: int, rate: float, draw: random.Random) -> Iterator[float]:
+    return itertools.accumulate(draw.expovariate(rate) for _ in range(count))
+
+
 def _text(draw: random.Random, tokens: int) -> list[int]:
     return [draw.randrange(1000, 40_000) for _ in range(tokens)]
+
+
+def connect(url: str) -> Connection:
+    place = urlsplit(url)
+    return Connection(place.hostname or "", place.port or 80)
+
+
+async def play(url: str, requests: Sequence[Request]) -> list[Answered]:
+    """Send every request when it is due, and return the answers."""
+    begun, idle = time.perf_counter(), list[Connection]()
+
+    async def one(request: Request) -> Answered:
+        await asyncio.sleep(max(0.0, begun + request.at - time.perf_counter()))
+        connection = idle.pop() if idle else connect(url)
+        body = json.dumps({"prompt": request.prompt, "max_tokens": request.output_tokens, "ignore_eos": True,
+                           "stream": True, "stream_options": {"include_usage": True}}).encode()
+        pieces: list[tuple[float, bytes]] = []
+
+        def sink(reply: Reply) -> Sink:
+            return lambda at, piece: pieces.append((at, piece))
+
+        reply = None
+        try:
+            async with asyncio.timeout(120):
+                reply = await connection.exchange(Call("POST", "/v1/completions", body), sink)
+            idle.append(connection)
+        except (ConnectionError, TimeoutError):
+            await connection.close()
+        usage: dict[str, Any] = {}
+        for line in b"".join(piece for _, piece in pieces).split(b"\n"):
+            if line.startswith(b"data: {") and b'"usage":{' in line:
+                usage = json.loads(line[6:])["usage"]
+        first = pieces[0][0] - begun - request.at if pieces and reply is not None and reply.status == 200 else None
+        details = usage.get("prompt_tokens_details") or {}
+        return Answered(first, time.perf_counter() - begun, usage.get("prompt_tokens", 0),
+                        details.get("cached_tokens", 0), tuple(at - begun for at, _ in pieces[:request.output_tokens]))
+
+    return await asyncio.gather(*(one(request) for request in requests))
+
+
+async def reset(servers: Sequence[ServerProcess]) -> None:
+    for server in servers:
+        connection = connect(server.url)
+        await connection.read(await connection.send(Call("POST", "/reset_prefix_cache", b"{}")))
+        await connection.close()
+    await asyncio.sleep(1.5)  # until the routers have received the events
+
+
+async def first_token_seconds(server: ServerProcess, router: ServerProcess, count: int) -> tuple[float, float]:
+    """Return the median TTFT of one request at a time, sent to the server and through the router in turns."""
+    times: dict[str, list[float]] = {server.url: [], router.url: []}
+    connections = {url: connect(url) for url in times}
+    for place in range(count + 10):
+        body = json.dumps({"prompt": [5 + place % 3] * 240, "stream": True, "max_tokens": 2}).encode()
+        for url, found in times.items():
+            first: list[float] = []
+
+            def sink(reply: Reply, first: list[float] = first) -> Sink:
+                return lambda at, piece: first.append(at)
+
+            begun = time.perf_counter()
+            await connections[url].exchange(Call("POST", "/v1/completions", body), sink)
+            if place >= 10:  # the first ones are a warm-up
+                found.append(first[0] - begun)
+    for connection in connections.values():
+        await connection.close()
+    return statistics.median(times[server.url]), statistics.median(times[router.url])
 
 
 def measured(answers: Sequence[Answered]) -> dict[str, float]:
@@ -116,10 +209,9 @@ async def main() -> None:
                                "--no-log-requests", command="router") as router:
                 await play(router.url, no_reuse(arguments, random.Random(1), 1)[:20])  # warm-up
                 if not points:
-                    idle = await added(servers[0], router, 60, small_completion)
+                    direct, routed = await first_token_seconds(servers[0], router, 60)
                     alone = costs.fit.costs.step + BLOCK * costs.fit.costs.prefill_token  # all but one block cached
-                    outside = {"request_seconds": max(0.0, idle["direct_p50_ms"] / 1e3 - alone),
-                               "router_seconds": max(0.0, idle["added_p50_ms"] / 1e3)}
+                    outside = {"request_seconds": max(0.0, direct - alone), "router_seconds": max(0.0, routed - direct)}
                 for workload, make in (("tenants", tenants), ("no reuse", no_reuse)):
                     requests = make(arguments, random.Random(7), replicas)
                     await reset(servers)
