@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -31,13 +32,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from disaggregation_fleet import Answer, ask, engine, model_flags, router, signal_tree, started, until_exact, vocabulary
 from host_pool_kills import left_behind
-from host_pool_processes import OwnerProcess
+from host_pool_processes import SHAPES, OwnerProcess, vocabulary
 from server_process import ServerProcess
 
 from spillover.bench.provenance import provenance
+from spillover.bench.serving.http_client import Call, Connection, Reply, Sink
 from spillover.lab.engines.metrics_text import parse_metrics, total
 from spillover.plan.hardware import probe
 
@@ -47,6 +49,127 @@ DECK = FAULTS + 2 * ("owner", "owner stopped", "prefill stopped", "decode stoppe
 LIMIT = 5.0  # maximum seconds that an answer may take longer than the slowest undisturbed one
 TRIES = 4
 OUTPUT = 8  # tokens of an answer
+_NUMBERS = itertools.count()
+
+
+def model_flags(model: str, folder: Path) -> list[str]:
+    """Return the flags for a shape with random weights, or for a model in a folder; prompts are token ids."""
+    if model not in SHAPES:
+        return [model, "--skip-tokenizer-init"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[model]))
+    return [str(folder), "--load-format", "dummy", "--skip-tokenizer-init"]
+
+
+def engine(flags: list[str], pool: Path, environment: dict[str, str], folder: Path) -> ServerProcess:
+    """Return a server that spills every full block to a shared pool and publishes KV events for a router, through
+    sockets in a folder."""
+    number = next(_NUMBERS)
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{folder}/events-{number}",
+              "replay_endpoint": f"ipc://{folder}/replay-{number}"}
+    return ServerProcess(*flags, "--host-pool", str(pool), "--spill", "eager", "--kv-events-config", json.dumps(events),
+                         "--no-log-requests", environment=environment)
+
+
+def router(servers: list[ServerProcess]) -> ServerProcess:
+    """Return a router in front of `servers`, the first of them for prompts."""
+    return ServerProcess(*(server.url for server in servers), "--disaggregation", "always", "--prefill-replicas", "1",
+                         "--no-log-requests", command="router", ready_seconds=60)
+
+
+def signal_tree(server: ServerProcess, number: signal.Signals) -> None:
+    """Send a signal to all processes of a server: the front, and its engine."""
+    for process in [*server.children(), None]:
+        try:
+            if process is None:
+                os.kill(server.pid, number)
+            else:
+                process.send_signal(number)
+        except (ProcessLookupError, OSError):
+            continue
+        except Exception as error:  # psutil's own exception for a process that has just exited
+            if type(error).__name__ != "NoSuchProcess":
+                raise
+
+
+@dataclass
+class Answer:
+    """One answer as its client observed it."""
+
+    status: int = 0
+    tokens: list[int] = field(default_factory=list)
+    timings: dict[str, Any] = field(default_factory=dict)  # as reported by the server that decoded
+    error: str = ""
+
+    @property
+    def fine(self) -> bool:
+        return self.status == 200 and not self.error
+
+
+async def ask(url: str, prompt: list[int], stream: bool, seconds: float, salt: str | None = None) -> Answer:
+    """Request a completion of OUTPUT tokens; return within `seconds` in any case."""
+    place = urlsplit(url)
+    connection = Connection(place.hostname or "", place.port or 80)
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": OUTPUT, "temperature": 0, "ignore_eos": True,
+                            "return_timings": True, "return_token_ids": True, "stream": stream}
+    if salt is not None:
+        body["cache_salt"] = salt
+    answer = Answer()
+    pieces: list[bytes] = []
+
+    def sink(reply: Reply) -> Sink:
+        answer.status = reply.status
+        return lambda at, piece: pieces.append(piece)
+
+    try:
+        async with asyncio.timeout(seconds):
+            await connection.exchange(Call("POST", "/v1/completions", json.dumps(body).encode()), sink)
+    except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ValueError) as failure:
+        answer.error = repr(failure)
+    finally:
+        await connection.close()
+    if not answer.error:
+        _read(answer, b"".join(pieces), stream)
+    return answer
+
+
+def _read(answer: Answer, text: bytes, stream: bool) -> None:
+    """Read tokens, timings and errors from the received bytes into `answer`."""
+    try:
+        events = [json.loads(line[6:]) for line in text.split(b"\n") if line.startswith(b"data: {")] if stream else [
+            json.loads(text)]
+    except ValueError:
+        answer.error = text[-300:].decode(errors="replace")
+        return
+    for event in events:
+        if "error" in event:
+            answer.error = str(event["error"])
+        answer.timings = next(iter(event.get("timings") or ()), answer.timings)
+        for choice in event.get("choices", ()):
+            answer.tokens += choice.get("token_ids") or []
+    if answer.status != 200 and not answer.error:
+        answer.error = text[-300:].decode(errors="replace")
+
+
+def until_exact(routed: ServerProcess, seconds: float = 30.0) -> None:
+    """Wait until a router knows the blocks of all replicas exactly, from their KV events."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{routed.url}/replicas", timeout=5) as shown:
+            replicas = json.load(shown)["replicas"]
+        if all(each["ready"] and each["index_state"] == "exact" for each in replicas):
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"after {seconds:.0f} s the router knows of its replicas: {replicas}\n{routed.log[-2000:]}")
+
+
+def started(stack: ExitStack, servers: list[ServerProcess]) -> None:
+    """Start servers at the same time; closing the stack stops them."""
+    for server in servers:
+        stack.callback(server.close)
+        server.launch()
+    for server in servers:
+        server.wait_until_ready()
 
 
 @dataclass
@@ -112,7 +235,7 @@ async def send_with_retries(url: str, prompt: list[int], stream: bool, salt: str
     begun = time.perf_counter()
     failed_tries = 0
     while True:
-        answer = await ask(url, prompt, OUTPUT, timeout, stream, ids=True, salt=salt)
+        answer = await ask(url, prompt, stream, timeout, salt)
         if answer.fine or answer.status != 200 or failed_tries == TRIES:
             return answer, time.perf_counter() - begun, failed_tries
         failed_tries += 1
@@ -179,14 +302,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                  "--restore", "always"]
         environment = {"OMP_NUM_THREADS": "1"}
         with ServerProcess(*flags[:-2], "--no-log-requests", environment=environment) as plain:
-            expected = [asyncio.run(ask(plain.url, prompt, OUTPUT, 60.0, stream=False, ids=True)).tokens
+            expected = [asyncio.run(ask(plain.url, prompt, False, 60.0)).tokens
                         for prompt in prompts]
         assert all(len(tokens) == OUTPUT for tokens in expected), "there is no answer to compare with"
         owner = OwnerProcess(arguments.memory << 20, folder)
         stack.callback(owner.kill)
-        pair = [engine(flags, ["--host-pool", str(owner.socket)], environment, 120.0, folder) for _ in range(2)]
+        pair = [engine(flags, owner.socket, environment, folder) for _ in range(2)]
         started(stack, pair)
-        routed = router(pair, "always")
+        routed = router(pair)
         started(stack, [routed])
         until_exact(routed)
         kills = Kills(arguments, Fleet(*pair, owner, routed), prompts, expected)
