@@ -4,9 +4,8 @@
 
 For each model: the rate at which prefixes of 8k to 64k tokens are restored from host memory, compared with one large
 copy of pinned memory; TTFT of prefixes of 1k to 64k tokens if nothing is cached, and from the device, host memory and
-disk, with the length from which each is faster; and the time between tokens of 16 decoding requests while concurrent
-prompts are spilled, compared with the same load without tiers. Results are written after each measurement, to
-kv-tiers-MODEL.json in the folder. `--tiny` uses a model of a few kilobytes, on the CPU if there is no GPU.
+disk, with the length from which each is faster. Results are written after each measurement, to kv-tiers-MODEL.json in
+the folder. `--tiny` uses a model of a few kilobytes, on the CPU if there is no GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import torch
 from gpu_workload import MODELS, RESULTS, Figure, opened, roofline, write
 
 from spillover import LLM, SamplingParams
 from spillover.engine.output.outputs import RequestOutput
-from spillover.engine.requests.request import Request
 from spillover.memory.spill import restore_plan
 from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.plan.measure import measure_disk, measure_link, measure_rates
@@ -43,10 +40,8 @@ TINY = {"architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size":
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 4096, "torch_dtype": "float32",
         "tie_word_embeddings": False}
-PARTS = ("ttft", "itl")
 TAIL = 8  # tokens after the prefix, which are always computed
 LARGE_COPY = 1 << 30
-LOAD_SECONDS = 60.0  # deadline of one load of decodes
 WAYS = ("cold", "device", "host", "auto", "split", "disk")
 NAMES = {"cold": "computed", "device": "from the device", "host": "from host memory",
          "auto": "from host memory, restore auto", "split": "from host memory, the front computed meanwhile",
@@ -60,12 +55,6 @@ class Sizes:
     lengths: tuple[int, ...]
     restore_lengths: tuple[int, ...]  # prefixes whose restore is compared with the link
     chunk: int
-    decoders: int = 16
-    decoder_prompt: int = 512
-    steps: int = 400  # steps measured in a load of decodes and prompts
-    stream_prompt: int = 2048
-    stream_gap: int = 12  # steps between two prompts
-    stream_chunk: int = 512
     large_copy: int = LARGE_COPY
     disk_once_from: int = 32768  # from this length on, disk is measured in the first repeat only
 
@@ -75,7 +64,7 @@ class Sizes:
 
 
 FULL = Sizes(tuple(1024 << power for power in range(7)), (8192, 16384, 32768, 65536), 8192)
-SMALL = Sizes((64, 128, 256, 512), (256, 512), 128, 4, 32, 30, 64, 4, 32, 8 << 20, 512)
+SMALL = Sizes((64, 128, 256, 512), (256, 512), 128, 8 << 20, 512)
 
 
 @dataclass(frozen=True)
@@ -132,16 +121,15 @@ class Visit:
 
 @click.command()
 @click.option("--model", "models", default="qwen3-8b,llama-3.1-8b", show_default=True, metavar="NAME,...")
-@click.option("--parts", default=",".join(PARTS), show_default=True, metavar=f"[{'|'.join(PARTS)}],...")
 @click.option("--lengths", default=None, metavar="N,...", help="Prefix lengths, ascending.  [default: 1024 to 65536]")
 @click.option("--folder", default="results", show_default=True, help="Results folder; 'results' is benchmarks/results.")
 @click.option("--chunk", default=None, type=int, help="--max-num-batched-tokens of prefill. [default: 8192]")
 @click.option("--disk", default=None, help="Folder on the disk to measure; a temporary folder in it is used.")
 @click.option("--repeats", default=3, show_default=True)
-@click.option("--seconds", default=145.0, show_default=True, help="Time for one model; the rest is skipped.")
+@click.option("--seconds", default=100.0, show_default=True, help="Time for one model; the rest is skipped.")
 @click.option("--tiny", is_flag=True, help="Use a tiny model and short prefixes, to test the script itself.")
 @click.option("--enforce-eager", is_flag=True, help="Run without CUDA graphs.")
-def main(models: str, parts: str, lengths: str | None, folder: str, chunk: int | None, disk: str | None, repeats: int,
+def main(models: str, lengths: str | None, folder: str, chunk: int | None, disk: str | None, repeats: int,
          seconds: float, tiny: bool, enforce_eager: bool) -> None:
     sizes = SMALL if tiny else FULL
     sizes = dataclasses.replace(sizes, chunk=chunk or sizes.chunk)
@@ -154,18 +142,13 @@ def main(models: str, parts: str, lengths: str | None, folder: str, chunk: int |
         path = (RESULTS if folder == "results" else Path(folder)) / f"kv-tiers-{name}.json"
         report = Report(f"kv-tiers-{name}", path)
         began = time.monotonic()
-        for part in parts.split(","):
-            measure, share = {"ttft": (measure_prefixes, 0.7), "itl": (measure_decodes, 1.0)}[part]
-            try:
-                measure(f"{name}, long", sizes, repeats, began + share * seconds, report, disk, enforce_eager)
-            except Exception:  # the other parts and models can still be measured
-                traceback.print_exc()
-                print(f"{name}: {part} was not measured", flush=True)
-            _free_device_memory()
+        try:
+            measure_prefixes(f"{name}, long", sizes, repeats, began + seconds, report, disk, enforce_eager)
+        except Exception:  # the other models can still be measured
+            traceback.print_exc()
+            print(f"{name} was not measured", flush=True)
+        _free_device_memory()
         report.show()
-
-
-# TTFT, and the rate of restoring a prefix
 
 
 def measure_prefixes(name: str, sizes: Sizes, repeats: int, deadline: float, report: Report, disk: str | None,
@@ -318,109 +301,6 @@ def _large_copy(device: str, size: int) -> float:
         _synchronize()
         seconds.append(time.perf_counter() - start)
     return size / statistics.median(seconds[1:])
-
-
-# Decodes while concurrent prompts are spilled
-
-
-def measure_decodes(name: str, sizes: Sizes, repeats: int, deadline: float, report: Report, disk: str | None,
-                    enforce_eager: bool) -> None:
-    """Run the arms on the same load, in alternating order."""
-    tokens = sizes.decoder_prompt + sizes.steps + 3 * sizes.stream_gap + 64
-    held = sizes.decoders * -(-tokens // 16)
-    blocks = held + 6 * (-(-sizes.stream_prompt // 16) + 1)
-    flags: dict[str, Any] = {
-        "dtype": MODELS[name]["torch_dtype"], "max_model_len": max(tokens, sizes.stream_prompt + 16),
-        "max_num_seqs": sizes.decoders + 8, "max_num_batched_tokens": sizes.stream_chunk + sizes.decoders,
-        "num_gpu_blocks_override": blocks, "enforce_eager": enforce_eager}
-    host = int(4 * blocks * 16 * _token_bytes(MODELS[name])) + (64 << 20)
-    gaps: dict[str, list[list[float]]] = {"off": [], "spilling": []}
-    spilled: list[int] = []
-    roof = roofline(name, measure_rates("cuda" if torch.cuda.is_available() else "cpu", 1.0))
-    decode = [(1, sizes.decoder_prompt + sizes.steps // 2)] * sizes.decoders
-    limits = {50: roof.step(decode).seconds,
-              99: roof.step([*decode, (sizes.stream_chunk, sizes.stream_prompt // 2)]).seconds}
-    with opened(name, **flags) as off, opened(name, host_memory=str(host), **flags) as tiers:
-        arms = {"off": off, "spilling": tiers}
-        for llm in arms.values():
-            _decode_load(llm, sizes, seed=0)  # warm-up, which also fills the pool for the other loads
-        for repeat in range(repeats):
-            if repeat and time.monotonic() > deadline:
-                print(f"{name}: no time for more than {repeat} repeats of the decodes", flush=True)
-                break
-            for arm in list(arms)[:: -1 if repeat % 2 else 1]:
-                store = _connector(tiers).store
-                before = store.spilled_blocks
-                gaps[arm].append(_decode_load(arms[arm], sizes, seed=1 + repeat))
-                if arm == "spilling":
-                    spilled.append(store.spilled_blocks - before)
-            report.put(_decode_figures(gaps, spilled, limits))
-
-
-def _decode_load(llm: LLM, sizes: Sizes, seed: int) -> list[float]:
-    """Return the seconds between tokens of decoding requests, while prompts are computed and spilled concurrently."""
-    engine = llm.engine
-    rng = random.Random(seed)
-    deadline = time.monotonic() + LOAD_SECONDS
-
-    def add(kind: str, index: int, length: int, outputs: int) -> Request:
-        params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, detokenize=False)
-        request = Request(f"{kind} {index} of {seed}", [rng.randrange(1, 500) for _ in range(length)], params)
-        engine.scheduler.add(request)
-        return request
-
-    def step() -> list[Request]:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"a load of {sizes.steps} steps took more than {LOAD_SECONDS:.0f} s")
-        steps = engine.num_steps
-        changed = engine.step()
-        if not changed and engine.num_steps == steps:
-            engine.wait(0.005)
-        return changed
-
-    decoders = [add("decoder", index, sizes.decoder_prompt, sizes.steps + 3 * sizes.stream_gap + 32)
-                for index in range(sizes.decoders)]
-    while not all(request.output_token_ids for request in decoders):
-        step()
-    last: dict[str, float] = {}
-    gaps: list[float] = []
-    gc.collect()
-    start = engine.num_steps
-    prompts = 0
-    while engine.num_steps < start + sizes.steps:
-        if (engine.num_steps - start) // sizes.stream_gap >= prompts:
-            add("prompt", prompts, sizes.stream_prompt, 1)
-            prompts += 1
-        changed = step()
-        now = time.perf_counter()
-        for request in changed:
-            if request in decoders:
-                if request.request_id in last:
-                    gaps.append(now - last[request.request_id])
-                last[request.request_id] = now
-    for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
-        engine.scheduler.stop(request, "abort")
-    while engine.has_work:
-        step()
-    return gaps
-
-
-def _decode_figures(gaps: dict[str, list[list[float]]], spilled: list[int],
-                    limits: dict[int, float]) -> list[Figure]:
-    """Return the figures. `limits`: of a step that only decodes, and of one that also computes a chunk of a prompt."""
-    figures = []
-    ranks: dict[tuple[str, int], list[float]] = {
-        (arm, rank): [1e3 * float(np.percentile(run, rank)) for run in runs] for arm, runs in gaps.items()
-        for rank in (50, 99)}
-    for rank in (50, 99):
-        off, spilling = ranks["off", rank], ranks["spilling", rank]
-        limit = 1e3 * limits[rank]
-        figures.append(Figure(f"decode ITL p{rank}, tiers off", "ms", off, limit, lower_is_better=True))
-        figures.append(Figure(f"decode ITL p{rank} while spilling", "ms", spilling, limit, lower_is_better=True,
-                              details={"blocks_spilled": spilled, "gaps": [len(run) for run in gaps["spilling"]]}))
-        ratios = [one / other for one, other in zip(spilling, off, strict=True)]
-        figures.append(Figure(f"decode ITL p{rank}, spilling over off", "x", ratios, 1.03, lower_is_better=True))
-    return figures
 
 
 def _median(visits: Sequence[Visit]) -> float:

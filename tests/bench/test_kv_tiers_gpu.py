@@ -24,8 +24,6 @@ def test_the_script_runs_and_writes_figures(tmp_path: Path) -> None:
         assert figures[f"TTFT of {length} tokens, from disk"]["tokens_from_disk"] == length
     for length in SMALL.restore_lengths:
         assert figures[f"host restore of {length} tokens"]["value"] > 0
-    assert sum(figures["decode ITL p99 while spilling"]["blocks_spilled"]) > 0
-    assert figures["decode ITL p99 while spilling"]["gaps"][0] > SMALL.steps
 
 
 def test_break_even_is_where_a_way_wins_from_then_on() -> None:
