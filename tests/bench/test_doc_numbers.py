@@ -41,6 +41,14 @@ def test_what_pages_name_is_there() -> None:
     assert [each for each in sorted(named) if not (ROOT / each[1]).exists() and each[1] not in MADE] == []
 
 
+def test_every_script_has_a_reason_not_to_be_an_experiment() -> None:
+    section = (ROOT / "docs" / "benchmarks.md").read_text().partition("\n## Scripts\n")[2]
+    cells = re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    scripts = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    assert sorted(named) == sorted(scripts)
+
+
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     (tmp_path / "a.json").write_text(json.dumps({
