@@ -72,8 +72,8 @@ class Scheduler:
         if self.speculator.waits(self.running):
             return Step(())
         order = self._by_importance()  # a request scheduled earlier may preempt one that is not scheduled yet
-        decodes = [r for r in order if r.num_tokens - r.num_computed == 1]
-        prefills = [r for r in order if r.num_tokens - r.num_computed > 1]
+        left = [(r, r.num_tokens - r.num_computed) for r in order]
+        decodes, prefills = [r for r, count in left if count == 1], [r for r, count in left if count > 1]
         self.connector.reserve(len(decodes) * self.config.num_groups)
         for request in decodes + prefills:
             if request.status is not Status.RUNNING or not self._ready(request) or budget == 0:
@@ -128,7 +128,8 @@ class Scheduler:
                 end, known = item.end, request.token_ids
                 if item.phase is Phase.VERIFY:  # rows of rejected draft tokens do not count as computed
                     end = request.num_computed = item.start + len(tokens)
-                    known = known + array("i", tokens)
+                    if end // self.kv.block_size > self.kv.num_ready(request.request_id):  # the tokens are read
+                        known = known + array("i", tokens)
                     request.verifying = False
                     self.speculator.verified(request, len(item.draft), len(tokens) - 1)
                 self.kv.commit(request.request_id, known, end)

@@ -89,11 +89,12 @@ class DraftCounts:
         """Return the share of drafts accepted up to each position, as counted by vLLM."""
         return tuple(count / self.drafts for count in self.by_position)
 
-    def plus(self, drafted: int, accepted: int) -> DraftCounts:
-        """Return the counts with one more draft of `drafted` tokens, of which `accepted` were accepted."""
+    def plus(self, drafted: int, accepted: int, drafts: int = 1) -> DraftCounts:
+        """Return the counts with more drafts of `drafted` tokens each, of which `accepted` were accepted."""
         before = self.by_position + (0,) * (accepted - len(self.by_position))
-        counted = (*[count + 1 for count in before[:accepted]], *before[accepted:])
-        return DraftCounts(self.drafts + 1, self.tokens + drafted, self.accepted + accepted, counted)
+        counted = (*[count + drafts for count in before[:accepted]], *before[accepted:])
+        return DraftCounts(self.drafts + drafts, self.tokens + drafts * drafted, self.accepted + drafts * accepted,
+                           counted)
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
         pairs = itertools.zip_longest(self.by_position, other.by_position, fillvalue=0)

@@ -74,7 +74,9 @@ class DraftItems:
         """Allocate blocks for up to `count` tokens after position `end`, except blocks that other requests are about to
         need; return for how many of the tokens there are blocks."""
         kv, id = self._kv, request.request_id
-        spare = kv.num_free - num_running * self._config.num_groups
-        if kv.blocks_needed(id, end + count) <= spare and kv.extend(id, end + count, urgent=False):
-            return count
-        return min(count, len(kv.table(id)) * kv.block_size - end)
+        room = len(kv.table(id)) * kv.block_size - end
+        if count > room:
+            spare = kv.num_free - num_running * self._config.num_groups
+            if kv.blocks_needed(id, end + count) <= spare and kv.extend(id, end + count, urgent=False):
+                return count
+        return min(count, room)

@@ -119,7 +119,7 @@ class ModelSpeculator(AdaptiveSpeculator):
         self._links = LinkStats()
         self._branch_passes = StepCosts()  # seconds of a pass that extends branches, by their number
         self._chain_seconds = 0.0  # seconds that the last call of `drafts` took
-        self._branches = self._branches_accepted = 0
+        self._branches = self._branches_accepted = self._branch_tokens = 0
 
     def _gain(self, survival: Numbers, rows: int) -> float:
         return best_counts(survival, len(survival), rows, self._speculating, self._plain, self._room(rows),
@@ -322,8 +322,10 @@ class ModelSpeculator(AdaptiveSpeculator):
         self._links.note(self._state(request).draft.alternatives, right, token)
         self._branches += branches
         self._branches_accepted += accepted > 0
-        self._counts += DraftCounts(tokens=tokens)
+        self._branch_tokens += tokens
         request.drafts += DraftCounts(tokens=tokens)
 
     def stats(self) -> SpeculationStats:
-        return dataclasses.replace(super().stats(), branches=self._branches, branches_accepted=self._branches_accepted)
+        chains = super().stats()
+        return dataclasses.replace(chains, counts=chains.counts + DraftCounts(tokens=self._branch_tokens),
+                                   branches=self._branches, branches_accepted=self._branches_accepted)

@@ -8,7 +8,7 @@ statistics (probes): they are compared with the tokens that are sampled later, f
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -190,7 +190,7 @@ class AdaptiveSpeculator:
         self._most_rows: int | None = None  # maximum rows of a step, drafts included; None: not known yet
         self._turn = 0  # index of the request that was probed last
         self._credit = 0.0  # seconds saved up for probes and trials
-        self._counts = NO_DRAFTS
+        self._outcomes: Counter[tuple[int, int]] = Counter()  # drafts by tokens verified and tokens accepted
         self._verify_steps = 0
         self._draft_seconds = 0.0
         self._device_seconds = 0.0  # seconds of drafting that used the device since the last launch
@@ -316,9 +316,11 @@ class AdaptiveSpeculator:
         state = self._state(candidate.request)
         if not draft.tokens:
             self._note_no_draft(candidate.request, state.slot)
-        state.draft = Draft(draft.tokens[:count], draft.confidence[:count], draft.alternatives[:count])
         state.cut = count < len(draft.tokens) or count == candidate.most
-        return state.draft.tokens
+        if count < len(draft.tokens):
+            draft = Draft(draft.tokens[:count], draft.confidence[:count], draft.alternatives[:count])
+        state.draft = draft
+        return draft.tokens
 
     def _note_no_draft(self, request: Request, slot: int) -> None:
         """Record that the drafter proposed nothing."""
@@ -401,7 +403,7 @@ class AdaptiveSpeculator:
         cut = state.cut or drafted < len(state.draft.tokens)
         self._acceptance.note(state.slot, state.draft.confidence[:drafted], accepted, cut)
         state.draft = NOTHING
-        self._counts = self._counts.plus(drafted, accepted)
+        self._outcomes[drafted, accepted] += 1
         request.drafts = request.drafts.plus(drafted, accepted)
 
     def probe(self, running: Sequence[Request]) -> None:
@@ -453,7 +455,10 @@ class AdaptiveSpeculator:
             self._drafter.reset_prefix_cache()
 
     def stats(self) -> SpeculationStats:
-        return SpeculationStats(self._counts, self._verify_steps, self._draft_seconds, self._simulated, self._proposed,
+        counts = NO_DRAFTS
+        for (drafted, accepted), times in list(self._outcomes.items()):
+            counts = counts.plus(drafted, accepted, times)
+        return SpeculationStats(counts, self._verify_steps, self._draft_seconds, self._simulated, self._proposed,
                                 self._verify_seconds)
 
     def _state(self, request: Request) -> _State:
