@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from spillover.engine.backend import Backend, RunnerParts, make_backend
+from spillover.engine.backend import Backend, RunnerParts
 from spillover.engine.batch.offloaded_prefix import OffloadStage, spill_codec
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.config import EngineConfig
@@ -182,6 +182,17 @@ def _lender(planned: PlannedModel, runner: ModelRunner) -> SlotLender | None:
         return None
     return SlotLender(weights.memory, weights.experts, len(placement.slot_layers), placement.spare_slots,
                       runner.kv.pool[0].nbytes, runner.in_order)
+
+
+def make_backend(config: EngineConfig, plan: Plan) -> Backend:
+    """Return the backend of the plan's device, which is not open yet."""
+    if plan.device == "cuda":
+        from spillover.engine.cuda.cuda_backend import CudaBackend  # needs Triton
+
+        return CudaBackend(config, plan)
+    from spillover.engine.cpu.cpu_backend import CpuBackend
+
+    return CpuBackend(config, plan)
 
 
 def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show: Progress = quiet,

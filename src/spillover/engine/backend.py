@@ -112,14 +112,3 @@ class Backend(ABC):
                    codec: KVCodec | None) -> DeviceLink:
         """Return the link between several ranks' pools and host memory, which has whole blocks. `pool`: rank 0's;
         `held`: each rank's pool as bytes, and its range of the model's `num_heads` KV heads."""
-
-
-def make_backend(config: EngineConfig, plan: Plan) -> Backend:
-    """Return the backend of the plan's device, which is not open yet."""
-    if plan.device == "cuda":
-        from spillover.engine.cuda.cuda_backend import CudaBackend  # needs Triton
-
-        return CudaBackend(config, plan)
-    from spillover.engine.cpu.cpu_backend import CpuBackend
-
-    return CpuBackend(config, plan)

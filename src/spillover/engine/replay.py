@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from spillover.engine.assemble import make_runner
-from spillover.engine.backend import Backend, make_backend
+from spillover.engine.assemble import make_backend, make_runner
+from spillover.engine.backend import Backend
 from spillover.engine.config import EngineConfig
 from spillover.engine.loop import Engine, LaunchedStep, ModelRunner, StepRunner
 from spillover.engine.planned import PlannedModel, plan_model
