@@ -264,7 +264,7 @@ class Kills:
             await self.fleet.inject(fault, self.random)
         for which, (answer, seconds, failed_tries) in zip(chosen, await asyncio.gather(*requests), strict=True):
             self.counts["answers"] += 1
-            self.counts["asked again"] += failed_tries
+            self.counts["retried"] += failed_tries
             (self.plain if fault == "none" else self.waits[fault]).append(seconds)
             self.sources.update(answer.timings.get("tokens") or {})
             if not answer.fine or answer.tokens != self.expected[which]:
@@ -277,7 +277,7 @@ class Kills:
         most = max(self.plain, default=0.0)
         return {"rounds": self.faults.total(), "faults": dict(self.faults), "answers": self.counts["answers"],
                 "wrong": self.counts["wrong"], "failed": self.counts["failed"],
-                "asked_again": self.counts["asked again"], "wrong_or_failed": self.wrong,
+                "retried": self.counts["retried"], "wrong_or_failed": self.wrong,
                 "plain_seconds": {"median": statistics.median(self.plain) if self.plain else None, "most": most},
                 "longest_seconds": {fault: max(waits) for fault, waits in self.waits.items() if waits},
                 "longest_wait_beyond_plain": max((max(waits) - most for waits in self.waits.values() if waits),
@@ -315,7 +315,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         kills = Kills(arguments, Fleet(*pair, owner, routed), prompts, expected)
         asyncio.run(_rounds(arguments, kills, rng))
         result = kills.result()
-        result["prefills_apart"] = metric(routed, "spillover:router_prefills_apart")
+        result["remote_prefills"] = metric(routed, "spillover:router_remote_prefills")
         result["in_flight_left"] = metric(routed, "spillover:router_in_flight")
         children = [process for server in pair for process in server.children()]
         for server in (routed, *pair):
@@ -344,7 +344,7 @@ async def _rounds(arguments: argparse.Namespace, kills: Kills, rng: random.Rando
         await asyncio.to_thread(kills.fleet.recover)
         longest = max(kills.waits[fault] or kills.plain)
         print(f"{number:3} {fault:16} {time.monotonic() - begun:6.1f} s, longest so far {longest:5.2f} s, wrong "
-              f"{kills.counts['wrong']}, failed {kills.counts['failed']}, asked again {kills.counts['asked again']}",
+              f"{kills.counts['wrong']}, failed {kills.counts['failed']}, retried {kills.counts['retried']}",
               flush=True)
 
 
@@ -372,7 +372,7 @@ def main() -> None:
         before = json.loads(arguments.out.read_text())["runs"] if arguments.append and arguments.out.exists() else []
         runs = [*before, result]
         summed = {name: sum(each[name] for each in runs) for name in (
-            "rounds", "answers", "wrong", "failed", "asked_again", "prefills_apart")}
+            "rounds", "answers", "wrong", "failed", "retried", "remote_prefills")}
         summed["longest_wait_beyond_plain"] = max(each["longest_wait_beyond_plain"] for each in runs)
         arguments.out.write_text(json.dumps(summed | {"runs": runs}, indent=2) + "\n")
     clean = not (result["wrong"] or result["failed"] or result["engines_left"] or result["bytes_held_by_nobody"]

@@ -157,8 +157,8 @@ def same(direct: str, through: str, model: str, too_long: int = 40_000) -> dict[
     return result
 
 
-def prefixes_asked_again(router: str, servers: list[str], hits: str, rounds: int = 3, block: int = 16
-                         ) -> dict[str, Any]:
+def repeated_prefixes(router: str, servers: list[str], hits: str, rounds: int = 3, block: int = 16
+                      ) -> dict[str, Any]:
     """Request four long prefixes, each several times with different ends; return how many of their tokens were cached.
     `hits`: the servers' metric; `block`: number of tokens that are cached together."""
     prefixes = [" ".join(f"{name} {(place * 7919 + 13) % 997}" for place in range(60))
@@ -230,7 +230,7 @@ def behind(program: list[str], python: Path | None) -> Iterator[Found]:
         yield "answers", same(urls[0], router.url, MODEL, too_long=3000)
         yield "models", ask(router.url, "/v1/models")["status"]
         yield "health", [router.status(), *(server.status() for server in servers)]
-        yield "tokens of prefixes", prefixes_asked_again(router.url, urls, "vllm:prefix_cache_hits_total")
+        yield "tokens of prefixes", repeated_prefixes(router.url, urls, "vllm:prefix_cache_hits_total")
         if python is not None:
             yield "our events, read by vLLM's classes", decoded(python, replays)
         yield "killed", survived(router.url, MODEL, lambda: os.kill(servers[1].pid, signal.SIGKILL))
@@ -298,7 +298,7 @@ def before_llamacpp(python: Path) -> Iterator[Found]:
 def found_again(router: ServerProcess, urls: list[str], hits: str, block: int = 16) -> Iterator[Found]:
     """Request prefixes through the router; compare the cached tokens it expected with those the servers found."""
     before = expected_and_told(router)
-    found = prefixes_asked_again(router.url, urls, hits, block=block)
+    found = repeated_prefixes(router.url, urls, hits, block=block)
     after = expected_and_told(router)
     found |= {f"router's {by}": after[by] - before[by] for by in after}
     yield "states", state(router)

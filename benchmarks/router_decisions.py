@@ -86,7 +86,7 @@ def decisions(replicas: int, rate: float, seconds: float) -> dict[str, float]:
         whole.append(time.perf_counter() - now)
         late.append(now - due + decided[-1])
     reached = rate * seconds / (time.perf_counter() - start)
-    return {"replicas": replicas, "asked_per_second": rate, "reached_per_second": reached,
+    return {"replicas": replicas, "requested_per_second": rate, "reached_per_second": reached,
             **{f"{name}_{label}_ms": at(times, share) for name, times in
                (("decide", decided), ("decide_from_due", late), ("all_books", whole))
                for label, share in (("p50", 0.5), ("p99", 0.99))}}
@@ -197,7 +197,7 @@ def main() -> None:
     for replicas in (4, 16):
         row = decisions(replicas, arguments.rate, arguments.seconds)
         result["decisions"].append(row)
-        print("{replicas} replicas at {reached_per_second:,.0f} of {asked_per_second:,.0f} decisions/s: decide "
+        print("{replicas} replicas at {reached_per_second:,.0f} of {requested_per_second:,.0f} decisions/s: decide "
               "{decide_p50_ms:.3f} ms p50, {decide_p99_ms:.3f} p99; from when it was due {decide_from_due_p99_ms:.3f} "
               "p99; with all bookkeeping {all_books_p50_ms:.3f} p50, {all_books_p99_ms:.3f} p99".format_map(row),
               flush=True)

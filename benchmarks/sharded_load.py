@@ -159,8 +159,8 @@ def loaded(all_flags: Sequence[dict[str, Any]], log: Path) -> Iterator[dict[str,
         time.sleep(0.2)
         now = sum(_memory(process) for engine in engines for process in engine.processes())
         assert all(each["tokens"] == reports[0]["tokens"] for each in reports)
-        yield {"seconds": [engine.seconds for engine in engines], "asked_bytes": requested_bytes, "disk_bytes": stored,
-               "memory_bytes": now, "peak_bytes": watch.stop(), "told": reports,
+        yield {"seconds": [engine.seconds for engine in engines], "requested_bytes": requested_bytes,
+               "disk_bytes": stored, "memory_bytes": now, "peak_bytes": watch.stop(), "told": reports,
                "processes": sum(len(engine.processes()) for engine in engines)}
     finally:
         watch.stop()
@@ -200,7 +200,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shares(found: dict[str, Any], nbytes: int) -> dict[str, Any]:
-    return {**found, "asked": found["asked_bytes"] / nbytes, "from_disk": found["disk_bytes"] / nbytes}
+    return {**found, "requested": found["requested_bytes"] / nbytes, "from_disk": found["disk_bytes"] / nbytes}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ class PlanError(SpilloverError):
 
 
 class RequestError(SpilloverError):
-    """A request that cannot be served as asked (too long, a parameter out of range, a bad grammar)."""
+    """A request that cannot be served as it was sent (too long, a parameter out of range, a bad grammar)."""
 
 
 class GrammarRefused(RequestError):  # noqa: N818

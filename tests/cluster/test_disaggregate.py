@@ -120,7 +120,7 @@ def test_the_prompt_is_computed_first_and_the_answer_is_the_others() -> None:
         first, second = sorted(replicas, key=lambda replica: replica.name == decoder)
         assert first.bodies == [{"model": "fake", "prompt": BODY["prompt"], "max_tokens": 1, "stream": False}]
         assert second.bodies == [BODY | {"kv_transfer_params": {"do_remote_prefill": True}}]
-        assert f'prefills_apart_total{{outcome="computed",replica="{first.name}"}} 1.0' in (
+        assert f'remote_prefills_total{{outcome="computed",replica="{first.name}"}} 1.0' in (
             await client.get("/metrics")).text
 
     play(scene)
@@ -188,7 +188,7 @@ def test_blocks_travel_through_a_pool_between_real_replicas(tmp_path: Path) -> N
 
         apart = [answer(place) for place in range(4)]
         assert sum(cached for _, cached in apart) > 0, "nothing was found of what the others had computed"
-        assert server.metrics_total("router_prefills_apart_total") >= 3
+        assert server.metrics_total("router_remote_prefills_total") >= 3
         pool.kill()
         alone = [answer(place, cache_salt="another") for place in range(4)]
         assert [text for text, _ in alone] == [text for text, _ in apart]

@@ -76,7 +76,7 @@ def test_an_expectation_holds_or_does_not_as_the_numbers_say(results: Path, left
     found = outcome(results, side(left, right, at_least))
     assert found.outcome == expected
     assert "95% interval over 6 runs" in found.text
-    assert f"at least {at_least:.3g} asked" in found.text
+    assert f"at least {at_least:.3g} expected" in found.text
 
 
 @pytest.mark.parametrize(("left", "told"), [("warm", "were hits, but the workload shares only"),
@@ -120,7 +120,7 @@ def test_an_experiment_goes_on_while_more_runs_may_decide_an_expectation(tmp_pat
         assert decision_rule(run, "other")(Results.open(folder))
 
 
-def test_runs_that_a_busy_moment_spoilt_are_left_out_until_they_are_most(tmp_path: Path) -> None:
+def test_runs_that_a_busy_moment_disturbed_are_left_out_until_they_are_most(tmp_path: Path) -> None:
     folder = write_results(tmp_path / "week01-cpu" / "load", ("device", "host"), rates=(), blocks=8)
     keys = [visit["key"] for visit in Results.open(folder).visits if visit["arm"] == "host"]
     for count, expected in ((3, HOLDS), (5, UNDECIDED)):

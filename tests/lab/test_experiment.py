@@ -406,7 +406,7 @@ def test_a_workload_that_an_arm_cannot_take_ends_that_arm_only(tmp_path: Path) -
     assert "takes 8192" in next(cell["reason"] for cell in analysis_of(results)["cells"] if cell["arm"] == "b")
 
 
-def test_a_run_that_a_busy_moment_spoilt_is_run_again_with_other_prompts(tmp_path: Path) -> None:
+def test_a_run_that_a_busy_moment_disturbed_is_run_again_with_other_prompts(tmp_path: Path) -> None:
     load = FakeLoad()
     measure, busy = load.measure, [True, False]
 
@@ -420,7 +420,7 @@ def test_a_run_that_a_busy_moment_spoilt_is_run_again_with_other_prompts(tmp_pat
     results = run_experiment(experiment(max_blocks=3), tmp_path / "r", load.bench())
     assert len(load.measured) == 13
     first = results.visits[0]
-    assert (first["faults"], [fault["gate"] for fault in first["spoilt"]]) == ([], ["client-saturated"])
+    assert (first["faults"], [fault["gate"] for fault in first["retried_faults"]]) == ([], ["client-saturated"])
     repeats = [repeat for _, _, repeat in load.measured]
     assert (repeats[0], repeats[1], first["repeat"]) == (0, 1_000_000, 1_000_000)  # beyond those of all passes
     busy[:] = [True] * 100

@@ -82,6 +82,20 @@ def test_an_arm_that_fails_a_gate_has_a_reason_and_no_number(report: Report, fil
     assert " - " in line
 
 
+def test_results_recorded_under_earlier_names_are_read(tmp_path: Path) -> None:
+    folder = write_results(tmp_path, arms=("device", "host"), rates=(), blocks=1)
+    first = min((folder / "visits").glob("*.json"), key=lambda path: json.loads(path.read_text())["index"])
+    visit = json.loads(first.read_text())
+    first.write_text(json.dumps({**visit, "spoilt": visit["retried_faults"], "retried_faults": None}))
+    read = read_report(folder).visits[0]
+    assert [fault.gate for fault in read.retried_faults] == ["client-saturated"]
+    run = read.run()
+    assert run is not None
+    written = run.records[0].to_json()
+    written["asked_output"] = written.pop("requested_output_len")
+    assert RequestRecord.from_json(written) == run.records[0]
+
+
 def test_a_sweep_is_a_row_an_arm_and_one_reason_stands_for_all_of_its_steps(report: Report, tmp_path: Path) -> None:
     sweep = forest(report).groups[1]
     assert (sweep.name, sweep.columns) == ("rates", ("2", "8"))

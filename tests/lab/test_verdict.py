@@ -207,7 +207,7 @@ def test_nothing_is_begun_after_a_deadline_and_what_was_measured_goes_on(tmp_pat
     assert analysis_of(run_experiment(made, tmp_path / "r", FakeLoad().bench()))["stopped"]["reason"] == "decided"
 
 
-def test_runs_that_a_busy_moment_spoilt_are_left_out_while_they_are_rare(tmp_path: Path) -> None:
+def test_runs_that_a_busy_moment_disturbed_are_left_out_while_they_are_rare(tmp_path: Path) -> None:
     def measured(share: float) -> dict[str, Any]:
         load, count = FakeLoad(3), [0]
         measure = load.measure

@@ -23,7 +23,7 @@ class RequestRecord:
     done: float  # time at which the stream ended or failed
     prompt_tokens: int  # number from the server's usage, or the number sent if there is none
     output_tokens: int  # number from usage, else of token ids, else by the tokenizer
-    asked_output: int
+    requested_output_len: int  # number of tokens requested
     error: str | None = None  # the failure, if any; a failed request is counted but not averaged
     sources: Mapping[str, int] | None = None  # number of prompt tokens by source, if the server reports it
     timings: Mapping[str, float] | None = None  # seconds of queue, restore, prefill and decode, if reported
@@ -40,7 +40,7 @@ class RequestRecord:
             "index": self.index, "scheduled": self.scheduled, "sent": self.sent,
             "chunks": [list(chunk) for chunk in self.chunks], "done": self.done,
             "prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens,
-            "asked_output": self.asked_output, "error": self.error,
+            "requested_output_len": self.requested_output_len, "error": self.error,
             "sources": None if self.sources is None else dict(self.sources),
             "timings": None if self.timings is None else dict(self.timings),
             "session": self.session, "turn": self.turn, "text": self.text,
@@ -48,7 +48,10 @@ class RequestRecord:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RequestRecord:
-        return cls(**{**value, "chunks": tuple((float(at), int(count)) for at, count in value["chunks"])})
+        given = {**value, "chunks": tuple((float(at), int(count)) for at, count in value["chunks"])}
+        if "asked_output" in given:  # the name in runs recorded before November 2026
+            given["requested_output_len"] = given.pop("asked_output")
+        return cls(**given)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class SweepResult:
             "max_throughput_step": best.name,
             "saturation_rate": self.saturation_rate,
             "goodput_objectives": None if self.plan.goodput is None else dict(self.plan.goodput),
-            "attainment_asked": self.plan.attainment,
+            "min_attainment": self.plan.attainment,
             "max_rate_under_objectives": self.max_rate,
             "steps": [step.to_json() for step in self.steps],
         }

@@ -37,7 +37,7 @@ class RouterMetrics:
                               registry=self._registry)
         self.cached = Counter(PREFIX + "cached_tokens", "Prompt tokens that the router expected in a cache, and "
                               "those that answers reported as cached.", ["replica", "by"], registry=self._registry)
-        self.remote_prefills = Counter(PREFIX + "prefills_apart", "Prompts that a replica was to compute for "
+        self.remote_prefills = Counter(PREFIX + "remote_prefills", "Prompts that a replica was to compute for "
                                        "another, by outcome.", ["replica", "outcome"], registry=self._registry)
         self.decision = Histogram(PREFIX + "decision_seconds", "Time to choose a replica for a prompt's tokens.",
                                   buckets=_DECISION, registry=self._registry)

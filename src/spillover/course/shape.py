@@ -60,7 +60,7 @@ def judge(run: CourseRun, expectation: Expectation) -> Outcome:
     for side in sides:
         why = next((each.why for each in side if each.why), "")
         if why or len(side) != 1:
-            why = why or f"{len(side)} values where one is asked for"
+            why = why or f"{len(side)} values where one is needed"
             return Outcome(expectation, UNDECIDED, _undecided_text(sides, why),
                            open=len(side) == 1 and side[0].passing)
     left, right = sides[0][0], sides[1][0] if len(sides) > 1 else None
@@ -106,7 +106,7 @@ def _with_zeros(expectation: Expectation, left: Series, right: Series | None) ->
     theirs = (1.0,) * len(left.values) if right is None else right.values
     enough = [mine > 0 and mine >= least * base for mine, base in zip(left.values, theirs, strict=True)]
     sums = f"{_number(sum(left.values))} against {_number(sum(theirs))} in all"
-    measured = f"{sum(enough)} of {len(enough)} runs reach it, {sums}; at least {_number(least)} times as much asked"
+    measured = f"{sum(enough)} of {len(enough)} runs reach it, {sums}; at least {_number(least)} times as much expected"
     if any(enough) and not all(enough):
         return Outcome(expectation, UNDECIDED, measured)
     if len(enough) < AGREE:
@@ -124,11 +124,11 @@ def _by_ranges(expectation: Expectation, left: Sequence[float], right: Sequence[
 
 def _decided(expectation: Expectation, ratio: float, low: float, high: float, measured: str) -> Outcome:
     if expectation.at_least is not None:
-        goal = f"at least {_number(expectation.at_least)} asked"
+        goal = f"at least {_number(expectation.at_least)} expected"
         outcome = HOLDS if low >= expectation.at_least else FAILS if high < expectation.at_least else UNDECIDED
     else:
         room = 1 + (expectation.within or 0.0)
-        goal = f"{_number(1 / room)} to {_number(room)} asked"
+        goal = f"{_number(1 / room)} to {_number(room)} expected"
         outcome = HOLDS if 1 / room <= low and high <= room else FAILS if high < 1 / room or low > room else UNDECIDED
     return Outcome(expectation, outcome, f"{measured}; {goal}", ratio, low, high, open=outcome == UNDECIDED)
 

@@ -115,7 +115,7 @@ class _VisitResult:
     pool: int | None  # tokens of KV that the device holds; None if unknown
     monitors: Path  # where monitors write, if any
     faults: tuple[Fault, ...] = ()
-    disturbed: tuple[Fault, ...] = ()  # faults of earlier attempts
+    retried_faults: tuple[Fault, ...] = ()  # faults of earlier attempts, for which the run was repeated
 
 
 class _DeadlineError(Exception):
@@ -307,14 +307,14 @@ class _Runner:
     def _measure(self, visit: Visit, engine: Engine) -> _VisitResult:
         """Measure a visit, repeating it while other load on the machine disturbs it, and record the faults of that."""
         result = self._measure_once(visit, engine, 0)
-        disturbed: tuple[Fault, ...] = ()
+        retried: tuple[Fault, ...] = ()
         for attempt in range(1, 1 + self._experiment.retries):
             again = tuple(fault for fault in result.faults if fault.fatal and fault.transient)
             if not again or not _is_alive(engine):
                 break
-            disturbed += again
+            retried += again
             result = self._measure_once(visit, engine, attempt)
-        return replace(result, disturbed=disturbed)
+        return replace(result, retried_faults=retried)
 
     def _measure_once(self, visit: Visit, engine: Engine, attempt: int) -> _VisitResult:
         # Each attempt has prompts that no earlier run had.
@@ -350,7 +350,7 @@ class _Runner:
             "faults": [fault.to_json() for fault in result.faults],
             "client": measured.run.client.to_json(), "workload_stats": dict(measured.stats), "repeat": result.repeat,
             "limit": reached(measured.run, limits).to_json(),
-            "spoilt": [fault.to_json() for fault in result.disturbed],
+            "retried_faults": [fault.to_json() for fault in result.retried_faults],
             "version": running.version, "command": list(running.command), "warmups": result.warmups,
             "cache_reset": result.cache_reset.how, "device_pool_tokens": result.pool,
             "start_unix": measured.run.start_unix, "duration": measured.run.duration,

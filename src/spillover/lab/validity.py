@@ -179,8 +179,8 @@ def rate(sample: Sample, limit: float) -> Fault | None:
     chance = 4 * _arrival_spread(details) / math.sqrt(len(sent))
     off = delivered / float(rate) - 1
     if abs(off) > limit + chance:
-        return Fault("rate", f"requests were sent at {delivered:.3g}/s where {float(rate):.3g}/s was asked", abs(off),
-                     limit + chance)
+        return Fault("rate", f"requests were sent at {delivered:.3g}/s where {float(rate):.3g}/s was requested",
+                     abs(off), limit + chance)
     return None
 
 
@@ -205,13 +205,13 @@ def contamination(sample: Sample, limit: float) -> Fault | None:
 def lengths(sample: Sample, limit: float) -> Fault | None:
     """Find wrong output lengths; if an end-of-sequence token may end an answer, only too long ones."""
     done = sample.completed
-    requested = sum(record.asked_output for record in done)
+    requested = sum(record.requested_output_len for record in done)
     if not requested:
         return None
     exact = sample.run.details.get("ignore_eos", True)
-    wrong = [record for record in done if (record.output_tokens != record.asked_output if exact
-                                           else record.output_tokens > record.asked_output)]
-    missed = sum(abs(record.output_tokens - record.asked_output) for record in wrong) / requested
+    wrong = [record for record in done if (record.output_tokens != record.requested_output_len if exact
+                                           else record.output_tokens > record.requested_output_len)]
+    missed = sum(abs(record.output_tokens - record.requested_output_len) for record in wrong) / requested
     if missed <= limit:
         return None
     return Fault("lengths", f"{len(wrong)} of {len(done)} answers do not have the requested length: "

@@ -175,16 +175,16 @@ def _choice(problem: OffloadProblem) -> Choice | None:
 def _check(problem: OffloadProblem, choice: Choice) -> None:
     units, model = problem.units, problem.request.model
     if choice.name in ("experts", "host-experts") and not units.stacks:
-        raise PlanError(f"{choice} was asked for but {model} has no experts; use --weights sequential")
+        raise PlanError(f"{choice} was requested but {model} has no experts; use --weights sequential")
     if choice.name == "host-experts" and choice.count > len(units.stacks):
-        raise PlanError(f"{choice} was asked for but {model} has {len(units.stacks)} layers of experts; lower N to at "
+        raise PlanError(f"{choice} was requested but {model} has {len(units.stacks)} layers of experts; lower N to at "
                         f"most {len(units.stacks)}")
     if choice.name in MANAGED and units.substitutes:
         raise PlanError(f"{choice} moves pages instead of layers, and substitutes draft for streamed layers; use "
                         "--weights sequential")
     layers = sum(map(units.moved_bytes, units.layers))
     if choice.name == "cpu-offload" and choice.count > layers:
-        raise PlanError(f"{choice} was asked for but the layers of {model} are {format_bytes(layers)}; lower it to at "
+        raise PlanError(f"{choice} was requested but the layers of {model} are {format_bytes(layers)}; lower it to at "
                         f"most {_gib_below(layers)}")
 
 

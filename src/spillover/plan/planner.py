@@ -310,7 +310,7 @@ def _left_for_kv(request: PlanRequest, placement: WeightPlan, slot_bytes: int) -
 
 def _device(request: PlanRequest, machine: Machine) -> str:
     if request.device == "cuda" and not machine.cuda:
-        raise PlanError("--device cuda was asked for but torch sees no CUDA device; use --device cpu")
+        raise PlanError("--device cuda was requested but torch sees no CUDA device; use --device cpu")
     return ("cuda" if machine.cuda else "cpu") if request.device == "auto" else request.device
 
 

@@ -110,7 +110,7 @@ def write_visit(kept: ResultFolder, visit: Visit, experiment: Experiment, run: R
         "limit": {"percent": 63.0, "bound": "memory", "text": "63% (memory)"} if sources else {},
         "workload_stats": {"count": 40, "prompt": {"mean": 256, "p50": 256, "max": 256}, "sharing": 0.28,
                            "output": {"mean": 32, "p50": 32, "max": 32}, "working_set_tokens": 15200},
-        "spoilt": [Fault("client-saturated", "busy").to_json()] if visit.index == 0 else [],
+        "retried_faults": [Fault("client-saturated", "busy").to_json()] if visit.index == 0 else [],
         "version": "0.1.0", "monitors": f"monitors/{monitors.name}"}, run)
 
 

@@ -242,7 +242,7 @@ class _Generator:
             index, scheduled - start, sent - start, chunks, done - start,
             prompt_tokens=request.prompt_len if answer.prompt_tokens is None else answer.prompt_tokens,
             output_tokens=sum(count for _, count in chunks) if known is None else known,
-            asked_output=request.output_len,
+            requested_output_len=request.output_len,
             error=answer.error or (None if chunks else "the answer has no tokens"),
             sources=answer.sources, timings=answer.timings, session=request.session, turn=request.turn,
             text=answer.text if self._options.keep_text else "")

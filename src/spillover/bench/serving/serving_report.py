@@ -150,7 +150,7 @@ class Report:
                          f"requests sent {_ms(client.lag_p99)} ms after they were due at p99")
         if run.details.get("stopped"):
             lines.append(f"STOPPED EARLY: {run.details['stopped']}; {run.details['not_sent']:,} requests were not sent")
-        short = [record for record in run.completed if record.output_tokens != record.asked_output]
+        short = [record for record in run.completed if record.output_tokens != record.requested_output_len]
         if short:
             lines.append(f"Lengths: {len(short):,} of {len(run.completed):,} answers do not have the requested "
                          "length (--ignore-eos enforces it)")

@@ -134,7 +134,7 @@ class Visit:
     started: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
-    disturbed: tuple[Fault, ...] = ()  # faults of earlier attempts, which were repeated
+    retried_faults: tuple[Fault, ...] = ()  # faults of earlier attempts, for which the run was repeated
     client: Mapping[str, Any] = field(default_factory=dict)
     run: Callable[[], Run | None] = lambda: None  # reads every event; returns None if the visit failed
     monitors_path: Path | None = None
@@ -267,7 +267,8 @@ def _visit(results: Results, written: Mapping[str, Any]) -> Visit:
         Visit, written,
         metrics={name: value for name, value in (written.get("metrics") or {}).items() if value is not None},
         faults=tuple(_fault(fault) for fault in written.get("faults") or ()),
-        disturbed=tuple(_fault(fault) for fault in written.get("spoilt") or ()),
+        # "spoilt": the name in results recorded before November 2026
+        retried_faults=tuple(map(_fault, written.get("retried_faults") or written.get("spoilt") or ())),
         run=lambda: results.run(written),
         monitors_path=results.path / written["monitors"] if written.get("monitors") else None,
     )

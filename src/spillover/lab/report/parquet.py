@@ -10,7 +10,7 @@ from spillover.errors import SpilloverError
 from spillover.lab.report.data import Report, Visit
 
 TEXTS = ("experiment", "arm", "workload", "run", "error")
-WHOLE = ("block", "request", "session", "turn", "prompt_tokens", "output_tokens", "asked_output",
+WHOLE = ("block", "request", "session", "turn", "prompt_tokens", "output_tokens", "requested_output_len",
          *(f"tokens_{source}" for source in SOURCES))
 NUMBERS = ("scheduled", "sent", "first_token", "last_token", "done", "start_unix", "ttft", "tpot", "e2el",
            *(f"{phase}_seconds" for phase in PHASES))
@@ -47,7 +47,7 @@ def _rows(report: Report, visit: Visit) -> list[dict[str, Any]]:
             "experiment": report.name, "arm": visit.arm, "workload": visit.workload, "run": visit.key,
             "block": visit.block, "request": record.index, "session": record.session, "turn": record.turn,
             "error": record.error, "prompt_tokens": record.prompt_tokens, "output_tokens": record.output_tokens,
-            "asked_output": record.asked_output, "scheduled": record.scheduled, "sent": record.sent,
+            "requested_output_len": record.requested_output_len, "scheduled": record.scheduled, "sent": record.sent,
             "first_token": first, "last_token": last, "done": record.done, "start_unix": run.start_unix,
             "ttft": None if first is None else first - record.sent, "tpot": spread,
             "e2el": None if last is None else last - record.sent,

@@ -93,7 +93,7 @@ def faults(report: Report) -> list[ShownFault]:
                 f"{cell.arm} on {cell.workload}")
     again: dict[str, list[str]] = {}
     for visit in report.visits:
-        for fault in visit.disturbed:
+        for fault in visit.retried_faults:
             again.setdefault(fault.gate, []).append(f"{visit.arm} on {visit.workload}")
     for gate, where in again.items():
         found[gate, f"{_runs(len(where))} disturbed by other load on the machine, and repeated", False] = where

@@ -16,7 +16,7 @@ _REF = "#/components/schemas/{model}"
 STREAMED: dict[int | str, Any] = {
     200: {"description": "The answer; with stream, server-sent events.",
           "content": {"text/event-stream": {}}}}
-_WORDS = {400: "The request cannot be served as asked.", 401: "An API key is needed.",
+_WORDS = {400: "The request cannot be served as it was sent.", 401: "An API key is needed.",
           403: "Refused for this origin or host, or the route is off.", 404: "No such model.",
           413: "The body is too large.", 415: "The body is not application/json.",
           429: "Too many requests are waiting; see Retry-After.", 500: "A fault in the server.",

@@ -99,6 +99,6 @@ def resolve_max_tokens(context: Context, num_prompt: int, requested: int | None,
         return room if default is None else min(default, room)
     if requested > room:
         raise ApiError(400, f"This model's context holds {context.tokens} tokens, but {num_prompt + requested} were "
-                            f"asked for: {num_prompt} in the prompt and {requested} of answer ({name}). Lower {name} "
+                            f"requested: {num_prompt} in the prompt and {requested} of answer ({name}). Lower {name} "
                             f"to at most {room}, or shorten the prompt.", name, "context_length_exceeded")
     return requested
