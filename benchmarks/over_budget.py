@@ -165,8 +165,9 @@ def main(model: str, gpu_memory: str, requests: str, input_len: int, output_len:
         torch.cuda.reset_peak_memory_stats()  # excludes the buffers that planning used to measure the machine
         placement = llm.plan.placement
         assert placement is not None
-        common = {"model": model, "budget": budget, "quota": placement.quota, "transit": placement.transit,
-                  "paged_tokens": placement.paged_tokens, "input_len": input_len, "output_len": output_len,
+        common = {"model": model, "budget": budget, "quota": placement.quota,
+                  "stream_buffers": placement.stream_buffers, "paged_tokens": placement.paged_tokens,
+                  "input_len": input_len, "output_len": output_len,
                   "max_num_batched_tokens": llm.plan.max_num_batched_tokens, "fast": fast,
                   "simulated_acceptance": simulate}
         print(", ".join(f"{key} {value}" for key, value in common.items()), flush=True)

@@ -100,7 +100,7 @@ def test_a_plan_keeps_to_its_budgets_and_places_each_unit_once(flags: dict[str, 
             # A token's experts fit, and one more; with pinned experts, the remaining slots fit those of a step.
             tokens = placed.paged_tokens if placed.strategy == "pinned" else 1
             assert placed.quota - placed.pinned % experts >= min(experts, tokens * k + 1)
-            assert placed.transit >= 2
+            assert placed.stream_buffers >= 2
 
 
 def check_units(placed: WeightPlan, plan: Plan, config: ModelConfig, specs: Any) -> None:
@@ -232,24 +232,24 @@ def test_experts_are_paged_through_equal_quotas_and_all_else_stays() -> None:
     assert placed.record_bytes == 3 * 2880 * 2880 // 2 + 3 * 2880 * 92 + 2 * 3 * 2880 + 128  # to a multiple of 256
     assert placed.record_bytes % 256 == 0
     assert placed.host_bytes == 4 * 64 * placed.record_bytes
-    assert placed.slots == 4 * placed.quota + placed.transit
+    assert placed.slots == 4 * placed.quota + placed.stream_buffers
     assert (placed.paged_tokens, placed.pinned) == (64, 0)
     assert placed.spare_slots == 4 * (placed.quota - 4 - 1)  # all but a token's experts, and one to evict
 
 
 def test_asked_tokens_are_kept_or_refused() -> None:
-    for tokens in (2, 100):  # experts without a slot pass through transit
+    for tokens in (2, 100):  # experts without a slot pass through stream buffers
         assert half("experts", paged_tokens=tokens)[1].paged_tokens == tokens
     assert half("pinned", paged_tokens=2)[1].paged_tokens == 2
     with pytest.raises(PlanError, match="raise --gpu-memory to at least"):
         make_plan(PlanRequest(gpu_memory=HALF // 2, weights="pinned", paged_tokens=8), MANY, MANY_SPECS, GPU)
 
 
-def test_little_transit_pages_steps_that_need_few_passes() -> None:
+def test_few_stream_buffers_page_steps_that_need_few_passes() -> None:
     strategies = Strategies(UNITS, "cuda", 1 << 40)
     plan = strategies.place(Choice("experts"), strategies.least(Choice("experts")) or 0)
     assert plan is not None
-    assert (plan.quota, plan.transit) == (5, 2)
+    assert (plan.quota, plan.stream_buffers) == (5, 2)
     passes = [num_passes(tokens * 4, 64, 5, 2) for tokens in (plan.paged_tokens, plan.paged_tokens + 1)]
     assert passes[0] <= MOST_PASSES < passes[1]
 
@@ -277,7 +277,7 @@ def test_streamed_layers_take_their_experts_along() -> None:
     assert moved
     assert [layer for layer, where in placed.experts.items() if where == "streamed"] == moved
     assert placed.ring_bytes == UNITS.records["layers.0"] + 64 * placed.record_bytes
-    assert (placed.quota, placed.transit, placed.ring) == (0, 0, 2)
+    assert (placed.quota, placed.stream_buffers, placed.ring) == (0, 0, 2)
 
 
 def test_the_fewest_layers_go_to_the_host_or_as_many_as_were_asked_for() -> None:
@@ -285,14 +285,14 @@ def test_the_fewest_layers_go_to_the_host_or_as_many_as_were_asked_for() -> None
     _, placed = half("host-experts", **steps)
     hosted = [layer for layer, where in placed.experts.items() if where == "host"]
     assert hosted == list(range(len(hosted)))
-    assert placed.transit >= 2  # long steps stream them through it
+    assert placed.stream_buffers >= 2  # long steps stream them through it
     with pytest.raises(PlanError, match=rf"host-experts:{len(hosted) - 1} needs .* use --weights experts, which fits"):
         half(f"host-experts:{len(hosted) - 1}", **steps)
     _, more = half("host-experts:4")
     assert list(more.experts.values()) == ["host"] * 4
     with pytest.raises(PlanError, match="has 4 layers of experts; lower N to at most 4"):
         half("host-experts:5")
-    assert half("host-experts", CPU)[1].transit == 0  # computed in place
+    assert half("host-experts", CPU)[1].stream_buffers == 0  # computed in place
 
 
 def test_pinned_experts_never_move_and_the_others_share_what_one_step_needs() -> None:

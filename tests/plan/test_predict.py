@@ -136,7 +136,7 @@ def test_the_tables_say_what_lies_where_and_what_binds() -> None:
     print_plan(console, plan, CARD)
     assert isinstance(console.file, io.StringIO)
     page = console.file.getvalue()
-    for words in ("Weights, experts", f"4 paged: {placed.quota} slots each for 64 experts", "transit", "3.2 GiB",
+    for words in ("Weights, experts", f"4 paged: {placed.quota} slots each for 64 experts", "stream buffers", "3.2 GiB",
                   "link and host", "Uniform routing is assumed", "Prefill, 512 tokens", "60.0 GB/s"):
         assert words in page
     assert "Best case" not in page  # printed only for a resident model

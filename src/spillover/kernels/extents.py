@@ -54,8 +54,9 @@ def chunk_sums_bytes(rows: int, channels: int, inner: int) -> int:
     return 4 * chunks * tiled[0] * tiled[1] if chunks > 1 else 0
 
 
-def num_passes(pairs: int, experts: int, quota: int, transit: int) -> int:
+def num_passes(pairs: int, experts: int, quota: int, stream_buffers: int) -> int:
     """Return the passes of a step of `pairs` (token, expert) pairs over a layer with `quota` slots: the first uses the
-    layer's slots and all of transit, each other transit alone. Assumes half of the slots: the others may be lent."""
+    layer's slots and all stream buffers, the others the stream buffers alone. Assumes half of the slots: the rest may
+    be lent."""
     over = min(pairs, experts) - (quota - quota // 2)
-    return max(1, -(-over // transit)) if transit else 1
+    return max(1, -(-over // stream_buffers)) if stream_buffers else 1

@@ -1,7 +1,7 @@
 """Chooses which weights to offload when a model does not fit on the device, and how; or names a sufficient budget.
 
-Memory is allocated, in this order, to the workspace of a step, the KV of one longest sequence, rings and transit slots,
-and weights. Then KV grows to 1/KV_SHARE of the budget less the workspace, or to the KV of max_num_seqs longest
+Memory is allocated, in this order, to the workspace of a step, the KV of one longest sequence, rings and stream
+buffers, and weights. Then KV grows to 1/KV_SHARE of the budget less the workspace, or to the KV of max_num_seqs longest
 sequences if that is less; weights get the rest.
 """
 

@@ -35,7 +35,7 @@ class Predicted:
 class UnitBytes:
     """One row of a plan's table of placements, in bytes; the rows add up to the plan's totals."""
 
-    # Weights: "embedding" | "layers" | "experts" | "head"; copies: "substitutes"; buffers: "transit" | "ring" |
+    # Weights: "embedding" | "layers" | "experts" | "head"; copies: "substitutes"; buffers: "stream buffers" | "ring" |
     # "tables" | "pages".
     kind: str
     place: str  # description of the placement
@@ -53,7 +53,7 @@ class WeightPlan:
     # Experts by layer: "resident" | "paged" | "streamed" | "host" | "pinned" | "demand" | "managed".
     experts: Mapping[int, str]
     quota: int = 0  # slots of each layer whose experts are paged, pinned or fetched on demand; 0: no slots
-    transit: int = 0  # stream buffers for prefill and large batches, in addition to the layers' slots; 0: none
+    stream_buffers: int = 0  # slots for prefill and large batches, in addition to the layers' slots; 0: none
     ring: int = 0  # buffers that parts pass through: 1 on demand, 2 or more with prefetching; 0: none
     ring_bytes: int = 0  # bytes of one buffer: the largest part that moves, with experts that move with it
     record_bytes: int = 0  # bytes of the record of one expert; 0: the model has none
@@ -84,4 +84,4 @@ class WeightPlan:
     @property
     def slots(self) -> int:
         """Return the number of slots of all layers and of stream buffers."""
-        return self.quota * len(self.slot_layers) + self.transit
+        return self.quota * len(self.slot_layers) + self.stream_buffers

@@ -18,9 +18,9 @@ from spillover.plan.units import Units, part_layer
 PAGED_TOKENS = 64  # maximum tokens of a step that fetches its own misses: more use nearly all experts of a layer
 MOST_PASSES = 6  # maximum passes over a layer in such a step; they are cheap, as most have nothing to do
 HOSTED_TOKENS = 8  # maximum tokens of a step whose experts the host computes, or, with `pinned`, that uses slots only
-LEAST_TRANSIT = 2  # slots: one is filled while the other is used
+LEAST_STREAM_BUFFERS = 2  # slots: one is filled while the other is used
 GROUP_BYTES = 100 << 20  # bytes of experts that stream together: enough to saturate the link, and a GPU computing them
-TRANSIT_SHARE = 10  # stream buffers are at most 1/n of the slots
+STREAM_BUFFERS_SHARE = 10  # stream buffers are at most 1/n of the slots
 # Which of embedding and head are resident, in order of preference: both, the embedding, the head, none.
 _ENDS = (("embed", "head"), ("embed",), ("head",), ())
 
@@ -58,7 +58,7 @@ class Strategies:
             if choice.count > most:
                 return None
             hosted = choice.count or min(most, len(self.units.stacks))
-            return self._hosted_plan(hosted, self._least_transit).device_bytes
+            return self._hosted_plan(hosted, self._least_stream_buffers).device_bytes
         if choice.name == "cpu-offload":
             return self._offloaded_plan(choice.count).device_bytes
         if choice.name in MANAGED:
@@ -125,7 +125,8 @@ class Strategies:
                 ring = 2 if ahead else 1
                 if slots:
                     experts = dict.fromkeys(units.stacks, "paged" if strategy == "experts" else strategy)
-                    return self._with_sizes(WeightPlan(strategy, parts, experts, ring=ring, transit=LEAST_TRANSIT,
+                    return self._with_sizes(WeightPlan(strategy, parts, experts, ring=ring,
+                                                       stream_buffers=LEAST_STREAM_BUFFERS,
                                                        quota=self._least_quota(self._tokens_in_slots(strategy))))
                 experts = {layer: "resident" if parts[f"layers.{layer}"] == "resident" else "streamed"
                            for layer in units.stacks}
@@ -147,26 +148,28 @@ class Strategies:
         """Add as many slots as fit, the same number for each layer, and stream buffers as a share of them."""
         layers = len(plan.slot_layers)
         slots = (room - plan.device_bytes) // plan.record_bytes + plan.slots
-        transit = min(self._transit, max(LEAST_TRANSIT, slots // TRANSIT_SHARE), slots - plan.quota * layers)
-        quota = min(self.units.num_experts, (slots - transit) // layers)
-        return self._with_sizes(replace(plan, quota=quota, transit=transit))
+        buffers = min(self._most_stream_buffers, max(LEAST_STREAM_BUFFERS, slots // STREAM_BUFFERS_SHARE),
+                      slots - plan.quota * layers)
+        quota = min(self.units.num_experts, (slots - buffers) // layers)
+        return self._with_sizes(replace(plan, quota=quota, stream_buffers=buffers))
 
     def _fewest_hosted(self, room: int, count: int) -> WeightPlan | None:
         """Return the plan with the fewest layers on the host that fits, or with the given number of layers."""
         counts = [count] if count else range(len(self.units.stacks) + 1)
         for hosted in counts:
-            for transit in dict.fromkeys((self._transit if self._least_transit else 0, self._least_transit)):
-                plan = self._hosted_plan(hosted, transit)
+            least = self._least_stream_buffers
+            for buffers in dict.fromkeys((self._most_stream_buffers if least else 0, least)):
+                plan = self._hosted_plan(hosted, buffers)
                 if plan.device_bytes <= room:
                     # The host computes from memory, so that these weights cannot be on disk.
                     return plan if hosted * self.units.layer_record_bytes <= self.host_budget else None
         return None
 
-    def _hosted_plan(self, hosted: int, transit: int) -> WeightPlan:
+    def _hosted_plan(self, hosted: int, buffers: int) -> WeightPlan:
         """Keep all but the experts of the first layers, which the host computes, or a GPU streams in long steps."""
         experts = {layer: "host" if index < hosted else "resident" for index, layer in enumerate(self.units.stacks)}
         parts = dict.fromkeys(self.units.parts, "resident")
-        return self._with_sizes(WeightPlan("host-experts", parts, experts, transit=transit if hosted else 0))
+        return self._with_sizes(WeightPlan("host-experts", parts, experts, stream_buffers=buffers if hosted else 0))
 
     def _offloaded_plan(self, count: int) -> WeightPlan:
         """Keep at least `count` bytes on the host: whole layers from the first on, each copied when it is used."""
@@ -214,7 +217,8 @@ class Strategies:
             return replace(plan, paged_tokens=(self.paged_tokens or HOSTED_TOKENS) if hosted else 0)
         if plan.strategy != "pinned":
             tokens = self.paged_tokens or max(1, largest(lambda count: num_passes(
-                count * units.experts_per_token, units.num_experts, quota, plan.transit) <= MOST_PASSES, PAGED_TOKENS))
+                count * units.experts_per_token, units.num_experts, quota, plan.stream_buffers) <= MOST_PASSES,
+                PAGED_TOKENS))
             spare = (quota - self._least_quota(1)) * len(plan.slot_layers)
             return replace(plan, paged_tokens=tokens, spare_slots=spare)
         # Pinned experts are worth more than slots for the others, of which a step of one token needs few.
@@ -270,8 +274,9 @@ class Strategies:
             if not streamed and len(units.substitutes) > len(units.layers):
                 scope += " and the head"
             rows.append(UnitBytes("substitutes", scope, plan.substitute_bytes))
-        if plan.transit:
-            rows.append(UnitBytes("transit", f"{plan.transit} slots", plan.transit * plan.record_bytes))
+        if plan.stream_buffers:
+            rows.append(UnitBytes("stream buffers", f"{plan.stream_buffers} slots",
+                                  plan.stream_buffers * plan.record_bytes))
         if plan.ring:
             rows.append(UnitBytes("ring", f"{plan.ring} buffer{'s' * (plan.ring > 1)}", plan.ring * plan.ring_bytes))
         if plan.managed_bytes:
@@ -313,15 +318,15 @@ class Strategies:
         return self.units.total + sum(self.units.substitutes.values())
 
     @property
-    def _least_transit(self) -> int:
+    def _least_stream_buffers(self) -> int:
         """Return the minimum stream buffers of host experts; none on a CPU, which computes with experts in place."""
-        return LEAST_TRANSIT if self.device == "cuda" else 0
+        return LEAST_STREAM_BUFFERS if self.device == "cuda" else 0
 
     @property
-    def _transit(self) -> int:
+    def _most_stream_buffers(self) -> int:
         """Return the largest useful number of stream buffers: those of three groups of experts."""
         group = -(-GROUP_BYTES // max(1, self.units.record_bytes))
-        return max(LEAST_TRANSIT, min(3 * group, self.units.num_experts))
+        return max(LEAST_STREAM_BUFFERS, min(3 * group, self.units.num_experts))
 
     @property
     def _table_bytes(self) -> int:

@@ -60,15 +60,15 @@ def stacks(arena: Tensor, offsets: list[tuple[int, Tensor]], like: tuple[Experts
 class Paged:
     """A layer's experts with their home in host memory, and an arena of few slots for it and an earlier layer."""
 
-    def __init__(self, shape: tuple[Any, ...], tokens: int, quota: int = 6, transit: int = 0) -> None:
+    def __init__(self, shape: tuple[Any, ...], tokens: int, quota: int = 6, stream_buffers: int = 0) -> None:
         form, hidden, inner, clamped, dtype = shape
         self.limit = 1.5 if clamped else None
         self.x, self.scores, *self.whole = case(form, tokens, hidden, inner, EXPERTS, dtype, clamped)
         self.first, self.second = self.whole
         self.records, self.offsets, nbytes = laid_out(self.first, self.second)
-        self.arena = torch.full((2 + quota + transit, nbytes), 0xAB, dtype=torch.uint8, device=DEVICE)
+        self.arena = torch.full((2 + quota + stream_buffers, nbytes), 0xAB, dtype=torch.uint8, device=DEVICE)
         self.slots = stacks(self.arena, self.offsets, (self.first, self.second))
-        self.table = PageTable.make([2, quota], EXPERTS, 40, 4, torch.device(DEVICE), transit)
+        self.table = PageTable.make([2, quota], EXPERTS, 40, 4, torch.device(DEVICE), stream_buffers)
         object.__setattr__(self.table, "quota", quota)  # no step uses the first layer
         self.tiles = tuple(Tile(16, rows, 128, 4, 2) for rows in (64, 128))
         self.few = tuple(Tile(1, rows, 256 if form == "mxfp4" else 128, 4, 2) for rows in (64, 128))
@@ -117,8 +117,8 @@ def test_paged_is_resident_to_the_bit(shape: tuple[Any, ...], few: bool) -> None
 
 @pytest.mark.parametrize(("shape", "tokens"), [(SHAPES[0], 5), (SHAPES[2], 5), (SHAPES[0], 9)])
 def test_more_experts_than_slots_are_resident_to_the_bit(shape: tuple[Any, ...], tokens: int) -> None:
-    """Experts without a slot pass through transit slots, in several passes if necessary, and the bits are the same."""
-    there = Paged(shape, tokens, quota=4, transit=3)
+    """Experts without a slot pass through stream buffers, in several passes if necessary, and the bits are the same."""
+    there = Paged(shape, tokens, quota=4, stream_buffers=3)
     kwargs = {"tiles": there.few if tokens <= moe.FEW_TOKENS else there.tiles}
     rng = random.Random(4)
     for _ in range(2):

@@ -29,8 +29,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXPERTS, BYTES = 11, 768
 
 
-def twins(quotas: list[int], pairs: int = 8, log_rows: int = 3, transit: int = 0) -> tuple[PageTable, PageTable]:
-    one, other = (PageTable.make(quotas, EXPERTS, pairs, log_rows, DEVICE, transit) for _ in range(2))
+def twins(quotas: list[int], pairs: int = 8, log_rows: int = 3, stream_buffers: int = 0) -> tuple[PageTable, PageTable]:
+    one, other = (PageTable.make(quotas, EXPERTS, pairs, log_rows, DEVICE, stream_buffers) for _ in range(2))
     return one, other
 
 
@@ -89,16 +89,16 @@ def test_a_random_walk_is_the_plain_one(seed: int, hosted: bool) -> None:
     assert (with_host > 0) == hosted
 
 
-@pytest.mark.parametrize("transit", [1, 3])
+@pytest.mark.parametrize("stream_buffers", [1, 3])
 @pytest.mark.parametrize("hosted", [False, True])
-def test_more_experts_than_slots_pass_through_transit(transit: int, hosted: bool) -> None:
+def test_more_experts_than_slots_pass_through_stream_buffers(stream_buffers: int, hosted: bool) -> None:
     """Each expert is fetched once for all its tokens, and belongs to one pass; the layer keeps its own slots."""
-    rng, quotas = random.Random(transit), [4, 3, 6]
-    table, expected = twins(quotas, 24, transit=transit)
+    rng, quotas = random.Random(stream_buffers), [4, 3, 6]
+    table, expected = twins(quotas, 24, stream_buffers=stream_buffers)
     split = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32, device=DEVICE) if hosted else None
     records = torch.randint(0, 256, (3, EXPERTS, BYTES), dtype=torch.uint8)
     records = records.pin_memory() if DEVICE.type == "cuda" else records
-    slots = torch.zeros(sum(quotas) + transit, BYTES, dtype=torch.uint8, device=DEVICE)
+    slots = torch.zeros(sum(quotas) + stream_buffers, BYTES, dtype=torch.uint8, device=DEVICE)
     most = 0
     for _ in range(10):
         table.advance()
@@ -121,7 +121,7 @@ def test_more_experts_than_slots_pass_through_transit(transit: int, hosted: bool
             assert with_host.isdisjoint(computed)
             assert set(ids.flatten().tolist()) <= with_host | set(computed)
             most = max(most, len(set(ids.flatten().tolist())) - quotas[layer])
-    assert most > transit  # so there was more than one pass
+    assert most > stream_buffers  # so there was more than one pass
     assert (int(table.totals[:, 2].sum()) > 0) == hosted
 
 

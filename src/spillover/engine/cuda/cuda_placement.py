@@ -37,7 +37,7 @@ from spillover.plan.planner import Plan
 log = logging.getLogger("spillover.engine")
 
 LOG_ROWS = 1024  # steps that the routing log holds: the policy thread may lag behind by as many
-LITTLE = 8  # fewest experts per group for which the transit slots are divided among three groups, not two
+LITTLE = 8  # fewest experts per group for which the stream buffers are divided among three groups, not two
 
 
 CudaExperts = PagedExperts | FetchedExperts  # experts of all layers of `table_layers`, which are numbered from 0
@@ -76,7 +76,7 @@ def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelCo
             continue
         index = layers.index(layer)
         if slots is None:
-            memory = ElasticMemory.make(plan.kv_bytes, sum(quotas) + placement.transit, records.shape[1], device)
+            memory = ElasticMemory.make(plan.kv_bytes, sum(quotas) + placement.stream_buffers, records.shape[1], device)
             slots = memory.slots
             if shared is None:
                 transfers.pool.expect(records.numel(), len(layers) - index - 1 - len(placement.disk_experts), "weights")
@@ -111,12 +111,12 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
         return FetchedExperts(arena, filled_cache(placement, placed.num_experts, policy),
                               lambda index, expert: placed.expert_bytes(layers[index], expert), transfers.demand)
     table = PageTable.make(quotas, placed.num_experts, max(1, placement.paged_tokens) * k, LOG_ROWS, slots.device,
-                           placement.transit)
+                           placement.stream_buffers)
     fill_table(table, quotas)
     policy.on_load(len(layers), placed.num_experts, placement.quota)
     table.worth.copy_(torch.tensor([list(policy.worth(layer)) for layer in range(len(layers))]))
     # With three groups, one is being computed, one is loaded and one in flight; few slots are better cut in two.
-    group = max(1, placement.transit // (3 if placement.transit >= 3 * LITTLE else 2))
+    group = max(1, placement.stream_buffers // (3 if placement.stream_buffers >= 3 * LITTLE else 2))
     # Paging leaves layers without slots to the host, which rounds sums differently; without `fast` they must stream.
     paged_tokens = placement.paged_tokens if all(quotas) or config.fast else 0
     host = thread = None

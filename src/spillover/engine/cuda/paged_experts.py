@@ -136,7 +136,7 @@ class PagedExperts(GraphAware):
     def _count_room(self) -> None:
         slots = [end - first for first, end in zip(self._first, self._first[1:], strict=False)]
         left = {count - len(lent) for count, lent in zip(slots, self._lent, strict=True) if len(lent) > count // 2}
-        self._room = [(count + self.table.transit) // self._k for count in left]
+        self._room = [(count + self.table.stream_buffers) // self._k for count in left]
 
     def sleep(self) -> None:
         self.arena.sleep()

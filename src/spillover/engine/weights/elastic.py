@@ -1,6 +1,6 @@
 """KV and expert slots in one run of device memory: as contexts grow, KV borrows slots and returns them later.
 
-    | KV blocks of the plan | slots of experts ... | slots of transit |
+    | KV blocks of the plan | slots of experts ... | stream buffers |
 
 The pool of KV blocks is a view of the whole run, so slots can hold blocks: a loan of slots provides the blocks that are
 entirely inside them. A few adjacent slots are lent at a time, because block and slot boundaries seldom coincide.

@@ -31,11 +31,11 @@ class PageTable:
     totals: Tensor  # int64 [L, 3]: number of distinct experts that were hits, gathered, computed by the host
     log: Tensor  # int16 [R, L, P], in host memory: expert of each pair, in row step % R; -1 past the pairs
     quota: int  # smallest number of slots of a layer, of those that have any
-    transit: int  # slots after those of all layers, for the experts of a step that exceed the slots of their layer
+    stream_buffers: int  # slots after those of all layers, for experts that exceed the slots of their layer
 
     @staticmethod
     def make(quotas: Sequence[int], experts: int, pairs: int, log_rows: int, device: torch.device,
-             transit: int = 0) -> PageTable:
+             stream_buffers: int = 0) -> PageTable:
         """Make an empty table. `quotas`: slots of each layer; `pairs`: maximum (token, expert) pairs of a step."""
         layers, slots = len(quotas), sum(quotas)
         assert max(quotas, default=0) <= min(experts, MOST_SLOTS), "more slots than experts"
@@ -52,7 +52,7 @@ class PageTable:
             torch.zeros(layers, 3, dtype=torch.int64, device=device),
             log,
             min((quota for quota in quotas if quota), default=0),
-            transit,
+            stream_buffers,
         )
 
     @property
@@ -66,8 +66,8 @@ class PageTable:
     def passes(self, pairs: int) -> int:
         """Return the number of passes of a step of `pairs` pairs."""
         # A layer without any slot leaves all experts to the host.
-        found = num_passes(pairs, self.experts, self.quota, self.transit) if self.quota else 1
-        assert not self.quota or self.transit or self.quota >= min(pairs, self.experts), \
+        found = num_passes(pairs, self.experts, self.quota, self.stream_buffers) if self.quota else 1
+        assert not self.quota or self.stream_buffers or self.quota >= min(pairs, self.experts), \
             "fewer slots than a step may ask for"
         return found
 

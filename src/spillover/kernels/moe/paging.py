@@ -46,7 +46,7 @@ def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor |
     Of the m distinct experts that are missing, the host computes split[m] (`split`: int32 on the device; None: none):
     those with the fewest tokens, of equal ones the highest ids. Each other, in ascending id, gets a free slot, or that
     of an expert of its layer that this step does not use: the one with the lowest (infinite worth, used now or in the
-    step before, worth, stamp, slot). If no slot is left, the remaining experts pass through the slots of transit, in
+    step before, worth, stamp, slot). If no slot is left, the remaining experts pass through the stream buffers, in
     several passes if necessary.
     """
     pairs, k, passes = ids.numel(), ids.shape[1], table.passes(ids.numel())
@@ -62,12 +62,12 @@ def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor |
     counts = torch.zeros(passes, 2, dtype=torch.int32)
     gathers = torch.zeros(passes, pairs, 2, dtype=torch.int32)
     rows = torch.full((passes, table.experts), NONE, dtype=torch.int32)
-    num_transit = 0
+    num_streamed = 0
     for expert in gathered:
         slot, turn = _evict(table, layer, step, requested), 0
         if slot == NONE:
-            turn, place_in = divmod(num_transit, table.transit)
-            slot, num_transit = len(table.owner) + place_in, num_transit + 1
+            turn, place_in = divmod(num_streamed, table.stream_buffers)
+            slot, num_streamed = len(table.owner) + place_in, num_streamed + 1
             rows[turn, expert] = slot
         else:
             table.slot_of[layer, expert] = slot

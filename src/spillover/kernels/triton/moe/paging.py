@@ -47,7 +47,7 @@ def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = No
     _resolve[(1,)](
         ids, table.slot_of, table.owner, table.first, table.worth, table.stamp, table.step, table.totals, table.log,
         split, counts, gathers, hosted, place, rows, layer, pairs, None if split is None else len(split) - 1,
-        len(table.owner), PASSES=passes, TRANSIT=max(1, table.transit), LAYERS=layers,
+        len(table.owner), PASSES=passes, TRANSIT=max(1, table.stream_buffers), LAYERS=layers,
         EXPERTS=table.experts, PADDED=triton.next_power_of_2(table.experts), K=k,
         PADDED_PAIRS=triton.next_power_of_2(pairs), LOG_ROWS=log_rows, LOG_PAIRS=log_pairs,
         PADDED_LOG=triton.next_power_of_2(most), num_warps=1 if table.experts <= 256 else 4, **pdl_options(ids.device),
@@ -205,7 +205,7 @@ def _resolve(
     tl.store(stamp_ptr + row, step, mask=requested)
 
     passing = missing & (rank >= placed)
-    over = rank - placed  # index among the experts that pass through transit slots
+    over = rank - placed  # index among the experts that pass through stream buffers
     through = transit_first + over % TRANSIT
     for turn in tl.static_range(PASSES):
         now = passing & (over // TRANSIT == turn)
