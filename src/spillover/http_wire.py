@@ -16,7 +16,7 @@ from typing import cast
 
 import httptools
 
-Sink = Callable[[float, bytes], None]  # called with the arrival time and the bytes of each piece of a body
+Sink = Callable[[float, bytes], None]  # called with the arrival time and the bytes of each chunk of a body
 
 HELD_BYTES = 262_144  # maximum bytes of unread body to buffer; above it, reading from the server is paused
 
@@ -30,7 +30,7 @@ class BrokenOff(ConnectionError):  # noqa: N818
 
 
 class Wire(asyncio.Protocol):
-    """An open connection. Call `send` and wait for `head_received`; then read every `piece`, or wait for `ended` if a
+    """An open connection. Call `send` and wait for `head_received`; then read every `chunk`, or wait for `ended` if a
     sink receives them."""
 
     head_received: asyncio.Future[None]
@@ -48,7 +48,7 @@ class Wire(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._choose: Callable[[], Sink] | None = None
         self._sink: Sink | None = None
-        self._pieces: deque[bytes] = deque()
+        self._chunks: deque[bytes] = deque()
         self._held = 0
         self._error: Exception | None = None
         self._more: asyncio.Future[None] | None = None
@@ -60,7 +60,7 @@ class Wire(asyncio.Protocol):
         self.any_received = self.complete = self._keep = self._until_end = False
         self.status, self.headers, self._error, self._held = 0, [], None, 0
         self._choose, self._sink = choose, None
-        self._pieces.clear()
+        self._chunks.clear()
         loop = asyncio.get_running_loop()
         self.head_received, self.ended = loop.create_future(), loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
@@ -70,10 +70,10 @@ class Wire(asyncio.Protocol):
             return
         self._transport.write(message)
 
-    async def piece(self, timeout: float | None = None) -> bytes:
+    async def chunk(self, timeout: float | None = None) -> bytes:
         """Return the next bytes of the body; empty at its end. Raises BrokenOff if the body is cut off, or if no bytes
         arrive for `timeout` seconds."""
-        while not self._pieces:
+        while not self._chunks:
             if self.complete:
                 return b""
             if self._error is not None:
@@ -85,12 +85,12 @@ class Wire(asyncio.Protocol):
             except TimeoutError:
                 self.abort()
                 raise BrokenOff(f"no data arrived for {timeout:g} s") from None
-        piece = self._pieces.popleft()
-        self._held -= len(piece)
+        chunk = self._chunks.popleft()
+        self._held -= len(chunk)
         if self._held < HELD_BYTES and self._transport is not None and not self.lost:
             with contextlib.suppress(RuntimeError):
                 self._transport.resume_reading()
-        return piece
+        return chunk
 
     @property
     def reusable(self) -> bool:
@@ -155,7 +155,7 @@ class Wire(asyncio.Protocol):
         if self._sink is not None:
             self._sink(self.last_activity, body)
             return
-        self._pieces.append(body)
+        self._chunks.append(body)
         self._held += len(body)
         if self._held > HELD_BYTES and self._transport is not None:
             with contextlib.suppress(RuntimeError):

@@ -73,13 +73,13 @@ class Matrices:
 
 @settings(max_examples=100, deadline=None)
 @given(rows=st.lists(st.integers(1, 90), min_size=1, max_size=4), k=st.integers(1, 40), width=st.sampled_from([8, 16]),
-       dtype=st.sampled_from([torch.bfloat16, torch.float32]), piece=st.sampled_from([1, 5000, 1 << 20]))
+       dtype=st.sampled_from([torch.bfloat16, torch.float32]), at_once=st.sampled_from([1, 5000, 1 << 20]))
 def test_matrices_that_are_packed_as_they_come_are_those_that_are_packed_at_once(
-        rows: list[int], k: int, width: int, dtype: torch.dtype, piece: int) -> None:
+        rows: list[int], k: int, width: int, dtype: torch.dtype, at_once: int) -> None:
     tensors = [torch.randn(count, k).to(dtype) for count in rows]
     form, shape = Packed(width), LinearShape((sum(rows),), k)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_format, "PIECE", piece)
+        patch.setattr(packed_format, "BYTES_AT_ONCE", at_once)
         target = Target("float32", torch.device("cpu"), Arena())
         (panels,) = form.load(cast(TensorReader, Matrices(tensors)), shape, target)
     whole = torch.cat(tensors).float()

@@ -230,23 +230,23 @@ class Proxy:
 
     async def _stream(self, scope: Scope, send: Send, answer: Answer, flight: Flight, replica: Replica,
                       arrived: float) -> tuple[bytes, int]:
-        """Forward a stream; return its last bytes and event count. NoAnswer if it fails before the first piece."""
-        pieces, events, last, tail = answer.pieces(self._settings.answer_seconds), 0, b"", b""
+        """Forward a stream; return its last bytes and event count. NoAnswer if it fails before the first chunk."""
+        chunks, events, last, tail = answer.chunks(self._settings.answer_seconds), 0, b"", b""
         try:
-            first = await anext(pieces, b"")
+            first = await anext(chunks, b"")
         except BrokenOff as error:
             raise NoAnswer(str(error)) from None
         self._began(flight, arrived)
         self._remember(scope, first, replica)
         await send({"type": "http.response.start", "status": answer.status,
                     "headers": _answer_headers(answer, replica)})
-        piece = first
+        chunk = first
         try:
-            while piece:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                events += piece.count(b"data: ")
-                last, tail = tail, piece
-                piece = await anext(pieces, b"")
+            while chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                events += chunk.count(b"data: ")
+                last, tail = tail, chunk
+                chunk = await anext(chunks, b"")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except BrokenOff as error:
             self._metrics.broken.labels(replica.name).inc()
@@ -260,8 +260,8 @@ class Proxy:
     async def _gather(self, answer: Answer) -> bytes:
         whole = bytearray()
         try:
-            async for piece in answer.pieces(self._settings.answer_seconds):
-                whole += piece
+            async for chunk in answer.chunks(self._settings.answer_seconds):
+                whole += chunk
                 if len(whole) > WHOLE_BYTES:
                     raise ApiError(502, f"The server's answer has more than {WHOLE_BYTES >> 20} MiB; set stream: true.",
                                    code="answer_too_large")

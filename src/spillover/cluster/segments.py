@@ -1,5 +1,5 @@
-"""Tokenises conversations in pieces: text between special tokens is encoded by itself and cached, so only the new part
-of a conversation takes time. A router sees the same beginnings again and again."""
+"""Tokenises conversations in segments: text between special tokens is encoded by itself and cached, so only the new
+part of a conversation takes time. A router sees the same beginnings again and again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections import OrderedDict
 
 from spillover.models.tokenizer import Tokenizer
 
-MOST_CHARACTERS = 16 << 20  # of all cached pieces; with their tokens they take about twice that in bytes
-LEAST_CHARACTERS = 64  # a shorter piece is encoded faster than it is looked up
+MOST_CHARACTERS = 16 << 20  # of all cached segments; with their tokens they take about twice that in bytes
+LEAST_CHARACTERS = 64  # a shorter segment is encoded faster than it is looked up
 
 _PROBES = ("", "a", " a", "a ", "\n", "user\nHello,  world!\n", "\n\n  two", "caf\u00e9 \u4f60\u597d", "1234567 x")
 
@@ -22,7 +22,7 @@ class SegmentEncoder:
     def __init__(self, tokenizer: Tokenizer, most_characters: int = MOST_CHARACTERS) -> None:
         self._tokenizer = tokenizer
         self._most = most_characters
-        self._known: OrderedDict[str, array[int]] = OrderedDict()  # piece -> tokens, least recently used first
+        self._known: OrderedDict[str, array[int]] = OrderedDict()  # segment -> tokens, least recently used first
         self._characters = 0
         self._lock = threading.Lock()
         self._special = {tokenizer.token_bytes(index).decode(errors="replace"): index
@@ -36,14 +36,14 @@ class SegmentEncoder:
         if not self.cuts or self._cut is None:
             return self._tokenizer.encode(text, False)
         ids: list[int] = []
-        for place, piece in enumerate(self._cut.split(text)):
+        for place, segment in enumerate(self._cut.split(text)):
             if place % 2:
-                ids.append(self._special[piece])
-            elif piece:
-                ids.extend(self._piece(piece))
+                ids.append(self._special[segment])
+            elif segment:
+                ids.extend(self._encode_segment(segment))
         return ids
 
-    def _piece(self, text: str) -> array[int] | list[int]:
+    def _encode_segment(self, text: str) -> array[int] | list[int]:
         if len(text) < LEAST_CHARACTERS:
             return self._tokenizer.encode(text, False)
         with self._lock:

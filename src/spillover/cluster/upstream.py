@@ -31,14 +31,14 @@ class Answer:
     def is_stream(self) -> bool:
         return self.header(b"content-type").startswith(b"text/event-stream")
 
-    async def pieces(self, timeout: float) -> AsyncIterator[bytes]:
+    async def chunks(self, timeout: float) -> AsyncIterator[bytes]:
         """Yield the body as it arrives; BrokenOff if it is incomplete, or if nothing arrives for `timeout` seconds."""
         while True:
-            piece = await self._wire.piece(timeout)
+            chunk = await self._wire.chunk(timeout)
             self._pool.answer_begun(self._wire)
-            if not piece:
+            if not chunk:
                 return
-            yield piece
+            yield chunk
 
     def close(self) -> None:
         self._pool.release(self._wire)
@@ -99,8 +99,8 @@ class Upstream:
         answer = await self.request(method, path, headers, body, timeout=timeout)
         try:
             whole = bytearray()
-            async for piece in answer.pieces(timeout):
-                whole += piece
+            async for chunk in answer.chunks(timeout):
+                whole += chunk
                 if len(whole) > limit:
                     raise NoAnswer(f"{self.url}{path} answered with more than {limit} bytes")
             return answer, bytes(whole)

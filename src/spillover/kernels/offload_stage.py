@@ -20,12 +20,12 @@ def stage_blocks(blocks: Tensor, layer: int, stage: Tensor, codec: KVCodec | Non
     as a layer of the pool. `codec`: decodes the blocks; None if they are stored in the type of the pool."""
     library, count = native.library(), len(blocks)
     if codec is None:
-        piece = stage[0].nbytes
+        layer_bytes = stage[0].nbytes
         if library is not None:
-            library.stage_blocks(blocks.data_ptr(), layer * piece, piece, count, stage.data_ptr())
+            library.stage_blocks(blocks.data_ptr(), layer * layer_bytes, layer_bytes, count, stage.data_ptr())
             return
         for place, block in enumerate(blocks.tolist()):
-            ctypes.memmove(stage.data_ptr() + place * piece, block + layer * piece, piece)
+            ctypes.memmove(stage.data_ptr() + place * layer_bytes, block + layer * layer_bytes, layer_bytes)
         return
     codec = codec.one_layer
     if (library := codec.native()) is not None:

@@ -232,10 +232,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             self._meter.make(_weigh(value, self._meter))
         return value
 
-    def _concat(self, pieces: Iterable[str]) -> str:
-        pieces = list(pieces)
-        self._meter.make(sum(map(len, pieces)))
-        return "".join(pieces)
+    def _concat(self, parts: Iterable[str]) -> str:
+        parts = list(parts)
+        self._meter.make(sum(map(len, parts)))
+        return "".join(parts)
 
     def _check_method(self, name: str, text: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if name in _WIDTHS:

@@ -64,9 +64,9 @@ def weights_digest(path: Path, full: bool = False) -> bytes:
     digest, count = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
     for tensor in sorted(_tensors(path), key=lambda tensor: tensor.name):
         digest.update(json.dumps([tensor.name, tensor.kind, tensor.shape, tensor.nbytes, full]).encode())
-        for piece in _read(tensor, full):
-            digest.update(piece)
-            count += len(piece)
+        for chunk in _read(tensor, full):
+            digest.update(chunk)
+            count += len(chunk)
     if count >= KEPT_BYTES and [VERSION, full, *_states(files)] == key:  # files not written in the meantime
         _keep(kept, {"key": key, "digest": digest.hexdigest()})
     return digest.digest()
@@ -106,16 +106,16 @@ def _safetensors(file: Path) -> Iterator[_Tensor]:
 def _read(tensor: _Tensor, full: bool) -> Iterator[bytes]:
     try:
         with tensor.file.open("rb", buffering=0) as stream:
-            for place, size in _pieces(tensor.nbytes, full):
-                piece = os.pread(stream.fileno(), size, tensor.offset + place)
-                if len(piece) != size:
+            for place, size in _chunks(tensor.nbytes, full):
+                chunk = os.pread(stream.fileno(), size, tensor.offset + place)
+                if len(chunk) != size:
                     raise CheckpointError(f"{tensor.file} ends within tensor {tensor.name}; download it again")
-                yield piece
+                yield chunk
     except OSError as error:
         raise CheckpointError(f"{tensor.file} cannot be read ({error})") from error
 
 
-def _pieces(nbytes: int, full: bool) -> list[tuple[int, int]]:
+def _chunks(nbytes: int, full: bool) -> list[tuple[int, int]]:
     """Return (offset, size) of the parts of a tensor to read."""
     if full or nbytes <= WHOLE_BYTES:
         return [(place, min(CHUNK_BYTES, nbytes - place)) for place in range(0, nbytes, CHUNK_BYTES)]

@@ -2,7 +2,7 @@
 
 If the server tokenizes (/tokenize), prompts are token ids, and forks share them exactly. Otherwise they are text and
 messages: sharing is up to the server, and `select` is not possible. If the tokenizer of a spillover server is also on
-this machine, text is tokenised locally, without a request for each piece; chats are rendered by the server.
+this machine, text is tokenised locally, without a request for each text; chats are rendered by the server.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class HttpBackend:
 
     def _cards(self) -> list[Any]:
         """Return what distinguishes servers. `created` is used for spillover only; others return the current time."""
-        answer = json.loads(b"".join(self._pieces("/v1/models", None, Lifetime(SHORT_SECONDS))))
+        answer = json.loads(b"".join(self._chunks("/v1/models", None, Lifetime(SHORT_SECONDS))))
         cards = answer.get("data") or []
         return [(card.get("id"), card.get("root"), card.get("max_model_len"),
                  card.get("created") if card.get("owned_by") == "spillover" else None) for card in cards]
@@ -94,7 +94,7 @@ class HttpBackend:
     def _local_tokenizer(self) -> Tokenizer | None:
         """Return the server's tokenizer loaded from local disk; None if it does not exist or gives other tokens."""
         try:
-            info = json.loads(b"".join(self._pieces("/kv/info", None, Lifetime(SHORT_SECONDS))))
+            info = json.loads(b"".join(self._chunks("/kv/info", None, Lifetime(SHORT_SECONDS))))
             path, digest, template = info["tokenizer"], info["tokenizer_digest"], info["chat_template"]
             if path is None or not Path(path).exists():
                 return None
@@ -115,7 +115,7 @@ class HttpBackend:
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the response to a short request, such as tokenising a text."""
-        answer: dict[str, Any] = json.loads(b"".join(self._pieces(path, body, Lifetime(SHORT_SECONDS))))
+        answer: dict[str, Any] = json.loads(b"".join(self._chunks(path, body, Lifetime(SHORT_SECONDS))))
         return answer
 
     # Requests
@@ -141,7 +141,7 @@ class HttpBackend:
     def score(self, prompts: Sequence[list[int]], start: int, lifetime: Lifetime) -> list[Score]:
         body = {"model": self._model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0, "echo": True,
                 "logprobs": 1, "prompt_logprobs_start": start, "add_special_tokens": False}
-        answer = json.loads(b"".join(self._pieces("/v1/completions", body, lifetime)))
+        answer = json.loads(b"".join(self._chunks("/v1/completions", body, lifetime)))
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         rows = [(choice.get("logprobs") or {}).get("token_logprobs") or [] for choice in choices]
         if len(rows) != len(prompts) or any(len(row) < len(ids) for row, ids in zip(rows, prompts, strict=True)):
@@ -164,13 +164,13 @@ class HttpBackend:
 
     def _events(self, path: str, body: Mapping[str, Any], lifetime: Lifetime) -> Generator[dict[str, Any]]:
         parser = EventParser()
-        with contextlib.closing(self._pieces(path, body, lifetime)) as pieces:
-            for piece in pieces:
-                for data in parser.feed(piece):
+        with contextlib.closing(self._chunks(path, body, lifetime)) as chunks:
+            for chunk in chunks:
+                for data in parser.feed(chunk):
                     if data != b"[DONE]":
                         yield json.loads(data)
 
-    def _pieces(self, path: str, body: Mapping[str, Any] | None, lifetime: Lifetime) -> Generator[bytes]:
+    def _chunks(self, path: str, body: Mapping[str, Any] | None, lifetime: Lifetime) -> Generator[bytes]:
         """Yield a response's body as it arrives; leaving the iterator ends the request. `body` None sends a GET."""
         payload, method = (None, "GET") if body is None else (json.dumps(body).encode(), "POST")
         for attempt in (1, 2):
@@ -185,8 +185,8 @@ class HttpBackend:
                     response = connection.getresponse()
                     if not 200 <= response.status < 300:
                         raise ProgramError(_refusal(self.name, response))
-                    while piece := response.read1(65536):
-                        yield piece
+                    while chunk := response.read1(65536):
+                        yield chunk
                         if connection.sock is not None:
                             connection.sock.settimeout(lifetime.remaining())
                 kept = response.isclosed() and not response.will_close

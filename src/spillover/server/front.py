@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _USUAL_CHARACTERS = 16  # characters per token; more than any text has on average
-_PIECE_CHARACTERS = 65_536  # a text that may be too long is tokenised in pieces of this size until that is certain
+_CHUNK_CHARACTERS = 65_536  # a text that may be too long is tokenised in chunks of this size until that is certain
 _CUT_TOKENS = 16  # upper bound of the tokens that cutting a text in two can add
 LARGE_BYTES = 65_536  # larger bodies are processed one at a time
 INLINE_BYTES = 8192  # larger bodies are parsed and prepared in a thread, as they would stall every stream
@@ -77,10 +77,10 @@ class Front:
         if characters <= _USUAL_CHARACTERS * context:
             return
         least, counted = characters // self.texts.longest, 0
-        pieces = iter(range(0, characters, _PIECE_CHARACTERS))
-        while least < context and (start := next(pieces, None)) is not None:
-            piece = text[start:start + _PIECE_CHARACTERS]
-            counted += len(self.tokenizer.encode(piece, False)) - _CUT_TOKENS
+        chunks = iter(range(0, characters, _CHUNK_CHARACTERS))
+        while least < context and (start := next(chunks, None)) is not None:
+            chunk = text[start:start + _CHUNK_CHARACTERS]
+            counted += len(self.tokenizer.encode(chunk, False)) - _CUT_TOKENS
             least = max(least, counted)
         if least >= context:
             raise ApiError(400, f"This model's context holds {context} tokens, but a prompt of {characters} characters "

@@ -252,7 +252,7 @@ def test_a_linear_is_multiplied_as_its_checkpoint_says(kind: str, there: bool, m
     torch.testing.assert_close(kept.format.dequantize(kept, torch.float32), exact, rtol=1e-6, atol=1e-7)
     if not there:
         monkeypatch.setattr(cuda, "kernels", lambda *of: None)
-        monkeypatch.setattr("spillover.kernels.formats.coded_cuda.PIECE", 16 * 384 * 3)  # in two pieces
+        monkeypatch.setattr("spillover.kernels.formats.coded_cuda.WEIGHTS_AT_ONCE", 16 * 384 * 3)  # in two steps
         exact = exact.half()
     dtype = torch.bfloat16 if there else torch.float16
     x, bias = inputs(9, 20, 384, dtype), inputs(10, 1, 64, dtype)[0]

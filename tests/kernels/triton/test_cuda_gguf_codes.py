@@ -119,7 +119,7 @@ def test_an_embedding_looks_rows_up(kind: Kind, there: bool, monkeypatch: pytest
     kept, ids = file.load(), torch.tensor([79, 0, 17, 17, 33, 64, 48], device=DEVICE)
     if not there:
         monkeypatch.setattr(cuda, "kernels", lambda *of: None)
-        monkeypatch.setattr("spillover.kernels.formats.coded_cuda.PIECE", 16 * COLUMNS * 3)  # in three pieces
+        monkeypatch.setattr("spillover.kernels.formats.coded_cuda.WEIGHTS_AT_ONCE", 16 * COLUMNS * 3)  # in three steps
     found, exact = embedding(ids, kept, torch.bfloat16), file.exact()[ids]
     assert found.dtype is torch.bfloat16
     if kind is Kind.Q6_K or not there:

@@ -48,16 +48,16 @@ class Flight:
     def _sink(self, reply: Reply) -> Sink:
         return self._stream if reply.status == 200 and reply.is_stream else self._keep
 
-    def _stream(self, at: float, piece: bytes) -> None:
+    def _stream(self, at: float, chunk: bytes) -> None:
         answer = self.answer
-        for data in self._parser.feed(piece):
+        for data in self._parser.feed(chunk):
             first = not answer.begun
             tokens = answer.add_event(at, data)
             if tokens:
                 self._on_tokens(at - self._connection.sent, tokens, first)
 
-    def _keep(self, _at: float, piece: bytes) -> None:
-        self._refused.append(piece)
+    def _keep(self, _at: float, chunk: bytes) -> None:
+        self._refused.append(chunk)
 
     def _check_completion(self, reply: Reply) -> None:
         answer = self.answer

@@ -67,12 +67,12 @@ class Connection:
         return _reply(await self._attempt(call, lambda wire: wire.head_received, None))
 
     async def read(self, reply: Reply) -> bytes:
-        return b"".join([piece async for piece in self.chunks(reply)])
+        return b"".join([chunk async for chunk in self.chunks(reply)])
 
     async def chunks(self, reply: Reply) -> AsyncIterator[bytes]:
         """Yield the body as it arrives. Raises BrokenOff if it ends before the framing says so."""
-        while piece := await self._open_wire.piece():
-            yield piece
+        while chunk := await self._open_wire.chunk():
+            yield chunk
 
     async def hang_up(self, call: Call, after: float) -> None:
         """Send a call and close the connection after `after` seconds without reading the answer."""

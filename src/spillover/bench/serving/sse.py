@@ -11,8 +11,8 @@ class EventParser:
     def __init__(self) -> None:
         self._buffer = b""
 
-    def feed(self, piece: bytes) -> list[bytes]:
-        buffer = self._buffer + piece if self._buffer else piece
+    def feed(self, chunk: bytes) -> list[bytes]:
+        buffer = self._buffer + chunk if self._buffer else chunk
         if b"\r" in buffer:
             # A lone CR at the end may be the first half of a line end.
             held = b"\r" if buffer.endswith(b"\r") else b""
@@ -26,11 +26,11 @@ class EventParser:
             raise ValueError(f"the stream ends in half an event: {self._buffer[-80:]!r}")
 
 
-async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the `data` of each event of a body that arrives in pieces."""
+async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the `data` of each event of a body that arrives in chunks."""
     parser = EventParser()
-    async for piece in pieces:
-        for data in parser.feed(piece):
+    async for chunk in chunks:
+        for data in parser.feed(chunk):
             yield data
     parser.finish()
 

@@ -96,22 +96,22 @@ class StagedPrefix:
 
     def segments(self, layer: int) -> Iterator[Tensor]:
         for segment in range(self._segments):
-            # The caller of next() has finished reading the previous piece, whose buffer the next piece reuses.
-            piece = layer * self._segments + segment
-            self._begin(piece)
-            self._begin(piece + 1)
-            self._copier.wait(piece % SEGMENTS)
-            yield self._view(piece)
+            # The caller of next() has finished reading the previous segment, whose buffer the next segment reuses.
+            index = layer * self._segments + segment
+            self._begin(index)
+            self._begin(index + 1)
+            self._copier.wait(index % SEGMENTS)
+            yield self._view(index)
 
-    def _begin(self, piece: int) -> None:
-        if self._begun <= piece < self._segments * self._stage.layers:
-            self._begun = piece + 1
-            layer, segment = divmod(piece, self._segments)
+    def _begin(self, index: int) -> None:
+        if self._begun <= index < self._segments * self._stage.layers:
+            self._begun = index + 1
+            layer, segment = divmod(index, self._segments)
             first = segment * self._stage.segment_blocks
             blocks = self._blocks[first : first + self._stage.segment_blocks]
-            self._copier.begin(piece % SEGMENTS, blocks, layer, self._view(piece))
+            self._copier.begin(index % SEGMENTS, blocks, layer, self._view(index))
 
-    def _view(self, piece: int) -> Tensor:
-        first = piece % self._segments * self._stage.segment_blocks
+    def _view(self, index: int) -> Tensor:
+        first = index % self._segments * self._stage.segment_blocks
         count = min(self._stage.segment_blocks, self.num_blocks - first)
-        return self._stage.buffers[piece % SEGMENTS, :count]
+        return self._stage.buffers[index % SEGMENTS, :count]

@@ -126,12 +126,12 @@ def _decode_constants(count: int) -> _DecodeConstants:
     return _DecodeConstants(np.ones(count, dtype=np.int64), numbers[:count], numbers, np.arange(count))
 
 
-def write_step(into: StepArrays, items: ItemArrays, table: RequestTable, piece: int = 1) -> None:
-    """Write any step. `piece`: maximum rows of a padding request; the last ones have fewer or none."""
+def write_step(into: StepArrays, items: ItemArrays, table: RequestTable, padding_rows: int = 1) -> None:
+    """Write any step. `padding_rows`: maximum rows of a padding request; the last ones have fewer or none."""
     n, rows, size, total = len(items.slots), items.num_rows, len(into.slots), len(into.token_ids)
     counts, starts = items.counts, items.starts
     if size > n:
-        padding = np.clip(total - rows - piece * np.arange(size - n), 0, piece)
+        padding = np.clip(total - rows - padding_rows * np.arange(size - n), 0, padding_rows)
         counts, starts = np.concatenate((counts, padding)), np.concatenate((starts, np.zeros_like(padding)))
     into.query_start[0] = 0
     np.cumsum(counts, out=into.query_start[1:])

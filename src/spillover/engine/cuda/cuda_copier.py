@@ -50,8 +50,8 @@ class CudaCopier:
         torch.cuda.current_stream(self._device).wait_event(self._copied[buffer])
 
     def _copy(self, blocks: Tensor, layer: int, target: Tensor) -> None:
-        piece = target[0].nbytes
-        sources = (blocks.numpy() + layer * piece).astype(np.uint64)
-        targets = (target.data_ptr() + np.arange(len(sources)) * piece).astype(np.uint64)
-        sizes = np.full(len(sources), piece, dtype=np.uint64)
+        layer_bytes = target[0].nbytes
+        sources = (blocks.numpy() + layer * layer_bytes).astype(np.uint64)
+        targets = (target.data_ptr() + np.arange(len(sources)) * layer_bytes).astype(np.uint64)
+        sizes = np.full(len(sources), layer_bytes, dtype=np.uint64)
         self._transfers.queue_copies(targets, sources, sizes, Priority.PREFETCH, self._pinned)

@@ -34,7 +34,7 @@ class StepShape:
     requests: int  # number of requests, B
     samples: int  # number of rows that are sampled from, R
     tiles: int = 0  # number of attention tiles, for requests with several rows
-    piece: int = 1  # maximum number of rows of a padding request
+    padding_rows: int = 1  # maximum number of rows of a padding request
     short: int = 0  # number of attention items, for requests with a few rows
 
     @staticmethod

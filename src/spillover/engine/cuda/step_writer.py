@@ -60,7 +60,7 @@ class StepWriter:
         offsets = self._padded(shape) if shape is not None else self._offsets_of(self._own_shape(items))
         pinned, buffer, shape = self.inputs.pinned, self.inputs.buffer, offsets.shape
         into = pinned.arrays(buffer, offsets)
-        write_step(into, items, self._table, shape.piece)
+        write_step(into, items, self._table, shape.padding_rows)
         pinned.array(buffer, offsets.result_row, 1)[0] = result_row
         starts, counts = into.query_start[:-1].astype(np.int64), np.diff(into.query_start).astype(np.int64)
         all_lengths = into.seq_lens.astype(np.int64)
@@ -87,10 +87,11 @@ class StepWriter:
     def prompt_shape(self, rows: int) -> StepShape:
         """Return the padded shape of a prefill graph of `rows` rows. Unused attention tiles point at the last padding
         request, which has no rows."""
-        most, piece = self._limits.max_num_seqs, self._padding_rows
-        pieces = -(-rows // piece)
-        tiles = pieces + 2 + min(self.most_several, rows // 2)
-        return StepShape(rows, most + pieces + 1, min(rows, self._limits.max_samples), tiles, piece, self._most_short)
+        most, padding_rows = self._limits.max_num_seqs, self._padding_rows
+        padding_requests = -(-rows // padding_rows)
+        tiles = padding_requests + 2 + min(self.most_several, rows // 2)
+        return StepShape(rows, most + padding_requests + 1, min(rows, self._limits.max_samples), tiles, padding_rows,
+                         self._most_short)
 
     def _own_shape(self, items: ItemArrays) -> StepShape:
         """Return the shape of a step without padding."""

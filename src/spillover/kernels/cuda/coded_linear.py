@@ -113,7 +113,7 @@ def pack(codes: Codes, form: TileForm, halves: bool) -> Tensor:
     """Pack codes into tiles [N / STRIP, K / STEP, bytes]. `halves`: see in_pairs."""
     channels, inner = codes.values.shape
     tiles = torch.empty(form.tiles_shape(channels, inner), dtype=torch.uint8, device=codes.values.device)
-    for strips, rows in _pieces(channels, inner, halves, codes.values.device):
+    for strips, rows in _strip_groups(channels, inner, halves, codes.values.device):
         pairs = _pairs(codes.values[rows], halves)  # [S, 8, 2, K]
         # [S, g, r, step, v, j, half, t, e]
         lanes = pairs.reshape(*pairs.shape[:3], -1, form.bits // 2, 16 // form.bits, 2, 4, 2)
@@ -167,7 +167,7 @@ def unpack(tiles: Tensor, form: TileForm, halves: bool) -> Tensor:
     return (weight.permute(2, 0, 1, 3) if halves else weight).reshape(strips * STRIP, -1)
 
 
-def _pieces(channels: int, inner: int, halves: bool, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+def _strip_groups(channels: int, inner: int, halves: bool, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of strips with the weight's rows in them, a few strips at a time."""
     strips, each = channels // STRIP, max(1, PACKED // (STRIP * inner))
     for first in range(0, strips, each):

@@ -32,7 +32,7 @@ OWN_SHARED = 1 << 10  # bytes of shared memory that a block takes besides what i
 OWN_ROWS = {False: 1, True: 2}  # by `blocked`: maximum number of rows of x that each block rounds itself
 FEW_ROWS = 64  # maximum number of rows for which weights are the left operand
 FILLED = 132  # number of multiprocessors to keep busy with one block each
-PIECE_ROWS = 4096  # rows that are rounded and multiplied at a time
+ROWS_AT_ONCE = 4096  # rows that are rounded and multiplied at a time
 IN_FLIGHT = 96 << 10  # bytes of weights in flight to a multiprocessor
 MOST_STAGES = 16
 SMALL = 256  # maximum number of rows whose tiles are so narrow that they fill all multiprocessors in one or a few waves
@@ -320,8 +320,8 @@ def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = 
     out = torch.empty(x.shape[0], shape.stored, dtype=x.dtype, device=x.device)
     if not _in_vectors(x):
         x = x.contiguous()
-    for first in range(0, x.shape[0], PIECE_ROWS):
-        rows = slice(first, first + PIECE_ROWS)
+    for first in range(0, x.shape[0], ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
         _multiply(x[rows], values, scales, bias, input_scale, shape, out[rows], early, cut)
     return out
 
@@ -346,14 +346,14 @@ def add_norm_fp8_linear(
     if not len(x) or shape.inner > MOST_NORMED or not all(
             each.dtype is x.dtype and _in_vectors(each) for each in (x, residual, norm)):
         return None
-    pieces = min(len(x), PIECE_ROWS), (len(x) - 1) % PIECE_ROWS + 1  # rows of the first piece, and of the last
-    used = [cut or choose_cut(rows, shape, processors(x.device)) for rows in pieces]
+    row_counts = min(len(x), ROWS_AT_ONCE), (len(x) - 1) % ROWS_AT_ONCE + 1  # of the first product, and of the last
+    used = [cut or choose_cut(rows, shape, processors(x.device)) for rows in row_counts]
     if not all(_rounds_separately(each) or each.norms(shape) for each in used):
         return None
     out = torch.empty(x.shape[0], shape.stored, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for first in range(0, x.shape[0], PIECE_ROWS):
-        rows = slice(first, first + PIECE_ROWS)
+    for first in range(0, x.shape[0], ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
         normed = Norm(residual[rows], norm, eps, total[rows])
         _multiply(x[rows], values, scales, bias, input_scale, shape, out[rows], early, cut, normed)
     return out, total

@@ -23,8 +23,8 @@ from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.gguf_codes import CodeForm, splits_blocks
 from spillover.kernels.formats.grouped_int import GroupedInt
 
-PIECE = 1 << 22  # number of weights that are dequantised at a time if there are no kernels
-PIECE_BYTES = 16  # temporary bytes of each of these weights
+WEIGHTS_AT_ONCE = 1 << 22  # number of weights that are dequantised at a time if there are no kernels
+BYTES_PER_WEIGHT = 16  # temporary bytes of each of these weights
 
 
 class Part(NamedTuple):
@@ -62,7 +62,7 @@ class Tiles(WeightFormat):
                           for i, part in enumerate(self.parts(w.shape))])
 
     def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
-        return PIECE_BYTES * min(PIECE, shape.out_features * shape.in_features)
+        return BYTES_PER_WEIGHT * min(WEIGHTS_AT_ONCE, shape.out_features * shape.in_features)
 
     def prepare(self, linears: Sequence[tuple[LinearShape, bool]], target: Target, most_rows: int) -> None:
         for form in {part.form: None for shape, _ in linears for part in self.parts(shape)}:
@@ -88,7 +88,7 @@ class Tiles(WeightFormat):
         if cuda.kernels(part.form, dtype, tiles.device) is not None:
             return cuda.embedding_lookup(ids, tiles, part.form, dtype)
         made = torch.empty(len(ids), w.shape.in_features, dtype=dtype, device=tiles.device)
-        each = max(1, PIECE // (STRIP * made.shape[1]))
+        each = max(1, WEIGHTS_AT_ONCE // (STRIP * made.shape[1]))
         for first in range(0, len(ids), each):
             some = ids[first : first + each]
             strips = cuda.unpack(tiles[some // STRIP], part.form, False).view(len(some), STRIP, -1)
@@ -238,7 +238,7 @@ def _multiply_numbers(x: Tensor, tiles: Tensor, part: Part, bias: Tensor | None)
     from spillover.kernels.triton.ordered_linear import ordered_linear
 
     out = torch.empty(x.shape[0], part.rows, dtype=x.dtype, device=x.device)
-    for strips, rows in _pieces(part.rows, tiles.shape[1] * STEP, part.halves):
+    for strips, rows in _strip_groups(part.rows, tiles.shape[1] * STEP, part.halves):
         numbers = cuda.unpack(tiles[strips], part.form, part.halves).to(x.dtype)
         added = None if bias is None else torch.cat([bias[some] for some in rows])
         made = ordered_linear(x, numbers, added).chunk(len(rows), 1)
@@ -247,9 +247,9 @@ def _multiply_numbers(x: Tensor, tiles: Tensor, part: Part, bias: Tensor | None)
     return out
 
 
-def _pieces(channels: int, inner: int, halves: bool) -> Iterator[tuple[slice, list[slice]]]:
+def _strip_groups(channels: int, inner: int, halves: bool) -> Iterator[tuple[slice, list[slice]]]:
     """Yield slices of strips, and the rows of the weight in them."""
-    strips, each = channels // STRIP, max(1, PIECE // (STRIP * inner))
+    strips, each = channels // STRIP, max(1, WEIGHTS_AT_ONCE // (STRIP * inner))
     half = STRIP // 2
     for first in range(0, strips, each):
         last = min(strips, first + each)

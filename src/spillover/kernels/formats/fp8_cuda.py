@@ -70,7 +70,7 @@ class Fp8Cuda(WeightFormat):
     def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
         if getattr(torch, dtype) not in TYPES:
             return super().scratch_bytes(shape, dtype)
-        return cuda.PIECE_ROWS * (shape.in_features + 4 * -(-shape.in_features // STEP))
+        return cuda.ROWS_AT_ONCE * (shape.in_features + 4 * -(-shape.in_features // STEP))
 
     def prepare(self, linears: Sequence[tuple[LinearShape, bool]], target: Target, most_rows: int) -> None:
         dtype = getattr(torch, target.dtype)

@@ -16,7 +16,7 @@ from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightF
 from spillover.kernels.formats.dense import DENSE, Dense
 
 FLOATS, CODES, FP8 = range(3)  # kinds of panels, as numbered in native/products.h
-PIECE = 16 << 20  # bytes of a matrix that are widened at a time
+BYTES_AT_ONCE = 16 << 20  # bytes of a matrix that are widened at a time
 
 
 class Panels(WeightFormat):
@@ -105,16 +105,16 @@ class Packed(Panels):
         return panels
 
     def _fill(self, panels: Tensor, start: int, weight: Tensor) -> None:
-        """Write weight [rows, K] of any floating type to the channels from `start` on, a piece at a time."""
+        """Write weight [rows, K] of any floating type to the channels from `start` on, a few rows at a time."""
         width, k, done = self.width, weight.shape[1], 0
-        piece = max(1, PIECE // (4 * k * width)) * width
+        rows_at_once = max(1, BYTES_AT_ONCE // (4 * k * width)) * width
         while done < len(weight):
             panel, lane = divmod(start + done, width)
             if lane or len(weight) - done < width:  # a panel shared with another matrix, or the last one
                 rows = min(width - lane, len(weight) - done)
                 panels[panel, :, lane : lane + rows] = weight[done : done + rows].T
             else:
-                rows = min(piece, (len(weight) - done) // width * width)
+                rows = min(rows_at_once, (len(weight) - done) // width * width)
                 part = weight[done : done + rows].to(panels.dtype)
                 panels[panel : panel + rows // width] = part.reshape(-1, width, k).transpose(1, 2)
             done += rows

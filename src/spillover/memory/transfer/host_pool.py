@@ -134,20 +134,20 @@ class HostPool:
         """Free all memory of a use, or keep it for the next pool; no copy that uses it may be running."""
         self._drop([slab for slab in self._slabs.slabs if slab.use == use])
 
-    def adopt(self, memory: memoryview, piece_bytes: int, use: str = "pool") -> None:
-        """Allow copies to use memory of another owner until `disown`; the first copy that uses a piece pins it. It does
-        not count for the budget, and no copy may cross from one piece into the next."""
+    def adopt(self, memory: memoryview, slab_bytes: int, use: str = "pool") -> None:
+        """Allow copies to use memory of another owner until `disown`; the first copy that uses a slab pins it. It does
+        not count for the budget, and no copy may cross from one slab into the next."""
         if self._pinner is None:
             return
         start = address_of(memory)
-        pieces = [_Slab(memory[at : at + piece_bytes], start + at, use)
-                  for at in range(0, memory.nbytes, piece_bytes)]
+        slabs = [_Slab(memory[at : at + slab_bytes], start + at, use)
+                 for at in range(0, memory.nbytes, slab_bytes)]
         with self._lock:
-            for piece in pieces:
-                self._slabs = self._slabs.with_one(piece)
+            for slab in slabs:
+                self._slabs = self._slabs.with_one(slab)
 
     def adopt_pinned(self, memory: memoryview) -> bool:
-        """Adopt weights as one piece until `close`, and pin them now; return whether the device can read them."""
+        """Adopt weights as one slab until `close`, and pin them now; return whether the device can read them."""
         if self._pinner is None:
             return True
         self.adopt(memory, memory.nbytes, "shared weights")
@@ -160,7 +160,7 @@ class HostPool:
         """Forget and unpin memory passed to `adopt`; no copy that uses it may be running."""
         if self._pinner is not None:
             start = address_of(memory)
-            self._free_pieces([slab for slab in self._slabs.slabs if start <= slab.address < start + memory.nbytes])
+            self._free_slabs([slab for slab in self._slabs.slabs if start <= slab.address < start + memory.nbytes])
 
     def pin(self, addresses: Sequence[int] | npt.NDArray[np.int64]) -> bool:
         """Pin the slabs that contain these addresses, if they are not pinned; return whether all of them are now.
@@ -183,7 +183,7 @@ class HostPool:
         self._threads.shutdown()
         self.release("weights")
         self.release("sleep")
-        self._free_pieces([slab for slab in self._slabs.slabs if slab.use == "shared weights"])
+        self._free_slabs([slab for slab in self._slabs.slabs if slab.use == "shared weights"])
 
     def _take(self, nbytes: int, use: str, pinned: bool) -> _Slab:
         """Return a slab that was kept or expected, or create one."""
@@ -200,9 +200,9 @@ class HostPool:
         memory = map_pages(nbytes)
         slab = _Slab(memory, address_of(memory), use)
         if pinned and self._pinner is not None:
-            pieces = [(slab.address + start, min(POPULATED_AT_ONCE, slab.page_bytes - start))
-                      for start in range(0, slab.page_bytes, POPULATED_AT_ONCE)]
-            for done in (self._threads.map if spread else map)(self._pinner.populate, *zip(*pieces, strict=True)):
+            ranges = [(slab.address + start, min(POPULATED_AT_ONCE, slab.page_bytes - start))
+                       for start in range(0, slab.page_bytes, POPULATED_AT_ONCE)]
+            for done in (self._threads.map if spread else map)(self._pinner.populate, *zip(*ranges, strict=True)):
                 assert done is None
             slab.pinned = self._pinner.register(slab.address, slab.page_bytes)
             if not slab.pinned:
@@ -221,14 +221,14 @@ class HostPool:
             elif slab.pinned and self._pinner is not None:
                 self._pinner.unregister(slab.address)
 
-    def _free_pieces(self, pieces: Sequence[_Slab]) -> None:
+    def _free_slabs(self, slabs: Sequence[_Slab]) -> None:
         """Forget and unpin memory of other owners."""
         with self._lock:
-            self._slabs = self._slabs.without({piece.address for piece in pieces})
-        for piece in pieces:
-            if piece.pinned and self._pinner is not None:
-                self._pinner.unregister(piece.address)
-            piece.memory.release()
+            self._slabs = self._slabs.without({slab.address for slab in slabs})
+        for slab in slabs:
+            if slab.pinned and self._pinner is not None:
+                self._pinner.unregister(slab.address)
+            slab.memory.release()
 
     def _pin(self, slab: _Slab) -> bool:
         if self._pinner is None:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from spillover.engine.output.output_processor import Answer
 from spillover.server.api.answers.generation import Job, changes, collect
 from spillover.server.api.answers.logprobs import chat_logprobs, prompt_rows
-from spillover.server.api.answers.pieces import Cursor, Piece, note_counts, timings, usage
+from spillover.server.api.answers.output_delta import Cursor, OutputDelta, note_counts, timings, usage
 from spillover.server.api.answers.sse import DONE, MARK, EventStream, TextChunk, encode, event
 from spillover.server.api.documents import STREAMED, body_of, refusals
 from spillover.server.api.errors import ApiError
@@ -109,10 +109,11 @@ class _Writer:
                 message["tool_calls"] = [{"id": self._use.call_id(), "type": "function",
                                           "function": {"name": call.name, "arguments": call.arguments}}
                                          for call in calls]
-        piece = Piece(text, request.output_token_ids, request.logprobs, request.finish_reason, request.stop_reason)
-        return {"index": index, "message": message, "logprobs": self._logprobs(piece),
-                "finish_reason": self._finish(piece, called), "stop_reason": piece.stop_reason,
-                **({"token_ids": piece.tokens} if self._body.return_token_ids else {})}
+        output = OutputDelta(text, request.output_token_ids, request.logprobs, request.finish_reason,
+                             request.stop_reason)
+        return {"index": index, "message": message, "logprobs": self._logprobs(output),
+                "finish_reason": self._finish(output, called), "stop_reason": output.stop_reason,
+                **({"token_ids": output.tokens} if self._body.return_token_ids else {})}
 
     async def stream(self) -> AsyncGenerator[bytes]:
         sequences = [_Sequence(index, Cursor(request), self._use) for index, request in enumerate(self._job.requests)]
@@ -127,8 +128,8 @@ class _Writer:
 
     def _chunks(self, sequence: _Sequence, text: str) -> bytes:
         """Return the events with the new part of one sequence; empty if there is none."""
-        piece = sequence.cursor.take(text)
-        if piece is None:
+        output = sequence.cursor.take(text)
+        if output is None:
             return b""
         opening = b""
         if not sequence.begun:
@@ -136,27 +137,27 @@ class _Writer:
             first = _part(sequence.index, {"role": "assistant", "content": ""})
             about = self._about_prompt() if sequence.index == 0 else {}
             opening = event(self._chunk_head | {"choices": [first]} | about)
-        if self._plain and piece.finish_reason is None:
-            return opening + (sequence.text_chunk(self._chunk_head)(piece.text) if piece.text else b"")
+        if self._plain and output.finish_reason is None:
+            return opening + (sequence.text_chunk(self._chunk_head)(output.text) if output.text else b"")
         counts = {"usage": usage([self._job])} if self._each_usage else {}
         return opening + b"".join(event(self._chunk_head | {"choices": [part]} | counts)
-                                  for part in self._parts(sequence, piece))
+                                  for part in self._parts(sequence, output))
 
-    def _parts(self, sequence: _Sequence, piece: Piece) -> list[dict[str, Any]]:
-        """Return the choices of the chunks for a piece; log probabilities and token ids are in the first chunk."""
-        deltas = [{"content": piece.text}] if piece.text else []
+    def _parts(self, sequence: _Sequence, output: OutputDelta) -> list[dict[str, Any]]:
+        """Return the choices of the chunks for an output; log probabilities and token ids are in the first chunk."""
+        deltas = [{"content": output.text}] if output.text else []
         if sequence.reader is not None:
-            deltas = [sequence.delta(delta) for delta in sequence.read(piece)]
+            deltas = [sequence.delta(delta) for delta in sequence.read(output)]
         parts = [_part(sequence.index, delta) for delta in deltas]
-        finish = self._finish(piece, sequence.calls > 0)
+        finish = self._finish(output, sequence.calls > 0)
         if finish is not None or (not parts and (self._body.logprobs or self._body.return_token_ids)):
             parts.append(_part(sequence.index, {}))
         if finish is not None:
-            parts[-1] |= {"finish_reason": finish, "stop_reason": piece.stop_reason}
+            parts[-1] |= {"finish_reason": finish, "stop_reason": output.stop_reason}
         if parts:
-            parts[0]["logprobs"] = self._logprobs(piece)
+            parts[0]["logprobs"] = self._logprobs(output)
             if self._body.return_token_ids:
-                parts[0]["token_ids"] = piece.tokens
+                parts[0]["token_ids"] = output.tokens
         return parts
 
     def _last(self) -> bytes:
@@ -173,15 +174,15 @@ class _Writer:
             more["prompt_logprobs"] = prompt_rows(self._front.texts, [None, *parent.prompt_logprobs], self._as_ids)
         return more
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, output: OutputDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(self._front.texts, piece.tokens, piece.rows, self._body.top_logprobs or 0, self._as_ids)
+        return chat_logprobs(self._front.texts, output.tokens, output.rows, self._body.top_logprobs or 0, self._as_ids)
 
-    def _finish(self, piece: Piece, called: bool) -> str | None:
+    def _finish(self, output: OutputDelta, called: bool) -> str | None:
         """Return OpenAI's finish reason: 'stop' if a named tool was forced, 'tool_calls' if the model chose."""
         named = self._use is not None and isinstance(self._use.forced, str)
-        return "tool_calls" if called and not named and piece.finish_reason == "stop" else piece.finish_reason
+        return "tool_calls" if called and not named and output.finish_reason == "stop" else output.finish_reason
 
 
 class _Sequence:
@@ -196,10 +197,10 @@ class _Sequence:
         self._use = use
         self._text_chunk: TextChunk | None = None
 
-    def read(self, piece: Piece) -> list[Delta]:
+    def read(self, output: OutputDelta) -> list[Delta]:
         assert self.reader is not None
-        deltas = self.reader.feed(piece.text) if piece.text else []
-        return deltas + self.reader.end() if piece.finish_reason is not None else deltas
+        deltas = self.reader.feed(output.text) if output.text else []
+        return deltas + self.reader.end() if output.finish_reason is not None else deltas
 
     def delta(self, delta: Delta) -> dict[str, Any]:
         if delta.content:

@@ -15,7 +15,7 @@ from spillover.engine.output.output_processor import Answer
 from spillover.engine.output.outputs import PositionLogprobs
 from spillover.server.api.answers.generation import Job, changes, collect
 from spillover.server.api.answers.logprobs import legacy_logprobs, prompt_rows
-from spillover.server.api.answers.pieces import Cursor, Piece, note_counts, timings, usage
+from spillover.server.api.answers.output_delta import Cursor, OutputDelta, note_counts, timings, usage
 from spillover.server.api.answers.sse import DONE, MARK, EventStream, TextChunk, encode, event
 from spillover.server.api.answers.token_text import TextOffsets
 from spillover.server.api.documents import STREAMED, body_of, refusals
@@ -114,26 +114,26 @@ class _Writer:
 
     def _choice(self, job: Job, place: int, answer: Answer, text: str) -> dict[str, Any]:
         body, request = self._body, answer.requests[place]
-        piece = Piece(text, request.output_token_ids, list(request.logprobs), request.finish_reason,
-                      request.stop_reason)
-        choice = self._part(job, piece, self._offsets(), begins=True)
+        delta = OutputDelta(text, request.output_token_ids, list(request.logprobs), request.finish_reason,
+                            request.stop_reason)
+        choice = self._part(job, delta, self._offsets(), begins=True)
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._vllm_rows(job)
         return choice
 
-    def _part(self, job: Job, piece: Piece, offsets: TextOffsets, begins: bool) -> dict[str, Any]:
+    def _part(self, job: Job, delta: OutputDelta, offsets: TextOffsets, begins: bool) -> dict[str, Any]:
         """Return a choice, or its next part; the echoed prompt is in the first part."""
         body = self._body
         echoed = job.requests[0].prompt_token_ids if begins and body.echo else []
-        drawn = [] if self._dropped else piece.tokens
-        text = "" if self._dropped else piece.text
+        drawn = [] if self._dropped else delta.tokens
+        text = "" if self._dropped else delta.text
         part: dict[str, Any] = {"index": 0, "text": self._echo(job) + text if begins and body.echo else text,
                                 "logprobs": None,
-                                "finish_reason": "length" if self._dropped else piece.finish_reason,
-                                "stop_reason": None if self._dropped else piece.stop_reason}
+                                "finish_reason": "length" if self._dropped else delta.finish_reason,
+                                "stop_reason": None if self._dropped else delta.stop_reason}
         if body.logprobs is not None:
             rows: list[PositionLogprobs | None] = [*(self._prompt_rows(job) if echoed else []),
-                                                   *([] if self._dropped else piece.rows)]
+                                                   *([] if self._dropped else delta.rows)]
             part["logprobs"] = legacy_logprobs(self._front.texts, offsets, [*echoed, *drawn], rows, body.logprobs,
                                                self._as_ids)
         if body.return_token_ids:
@@ -159,13 +159,13 @@ class _Writer:
 
     def _chunk(self, sequence: _Sequence, text: str) -> bytes:
         """Return the event with the new part of one sequence; empty if there is none."""
-        piece = sequence.cursor.take(text)
-        if piece is None or (self._dropped and piece.finish_reason is None):
+        delta = sequence.cursor.take(text)
+        if delta is None or (self._dropped and delta.finish_reason is None):
             return b""
         begins, sequence.begun = not sequence.begun, True
-        if self._plain and piece.finish_reason is None and not (begins and self._body.echo):
-            return sequence.text_chunk(self._chunk_head)(piece.text) if piece.text or begins else b""
-        part = self._part(sequence.job, piece, sequence.offsets, begins) | {"index": sequence.index}
+        if self._plain and delta.finish_reason is None and not (begins and self._body.echo):
+            return sequence.text_chunk(self._chunk_head)(delta.text) if delta.text or begins else b""
+        part = self._part(sequence.job, delta, sequence.offsets, begins) | {"index": sequence.index}
         if begins and self._body.prompt_logprobs is not None:
             part["prompt_logprobs"] = self._vllm_rows(sequence.job)
         counts = {"usage": usage(self._jobs, self._dropped)} if self._each_usage else {}

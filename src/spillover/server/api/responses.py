@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from spillover.engine.requests.sampling_params import SamplingParams, StructuredOutputs
 from spillover.server.api.answers.generation import Job, changes, collect
-from spillover.server.api.answers.pieces import Cursor, note_counts, timings, usage
+from spillover.server.api.answers.output_delta import Cursor, note_counts, timings, usage
 from spillover.server.api.answers.response_items import Event, Items, as_messages
 from spillover.server.api.answers.response_store import ResponseStore, StoredResponse, owner_of
 from spillover.server.api.answers.sse import EventStream, encode, named_event
@@ -179,11 +179,11 @@ class _Writer:
         try:
             async with aclosing(changes(self._front, [self._job], "response")) as updates:
                 async for grown in updates:
-                    piece = cursor.take(grown[0][1].texts()[0])
+                    delta = cursor.take(grown[0][1].texts()[0])
                     out = b"" if begun else self._begin()
                     begun = True
-                    if piece is not None:
-                        out += self._events(self._read(piece.text, cursor.ended))
+                    if delta is not None:
+                        out += self._events(self._read(delta.text, cursor.ended))
                     if cursor.ended:
                         out += self._events(self.items.end(self._status()))
                         done = self._ended()

@@ -12,7 +12,9 @@ from spillover.server.api.answers.generation import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputDelta:
+    """What a sequence gained since the part of it that was sent last, or the whole of it if nothing was sent."""
+
     text: str
     tokens: list[int]
     rows: list[PositionLogprobs]
@@ -30,18 +32,18 @@ class Cursor:
         self._characters = 0
         self.ended = False
 
-    def take(self, text: str) -> Piece | None:
+    def take(self, text: str) -> OutputDelta | None:
         """Return the part added since the last call; None if there is none. `text` is the whole text so far."""
         request = self._request
         if self.ended or (len(request.token_ids) == self._tokens and request.finish_reason is None):
             return None
-        piece = Piece(text[self._characters:], request.token_ids[self._tokens:].tolist(),
-                      request.logprobs[self._rows:], request.finish_reason, request.stop_reason)
+        delta = OutputDelta(text[self._characters:], request.token_ids[self._tokens:].tolist(),
+                            request.logprobs[self._rows:], request.finish_reason, request.stop_reason)
         self._tokens = len(request.token_ids)
         self._rows = len(request.logprobs)
         self._characters = len(text)
         self.ended = request.finish_reason is not None
-        return piece
+        return delta
 
 
 def usage(jobs: Sequence[Job], dropped: bool = False) -> dict[str, Any]:
