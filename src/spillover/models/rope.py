@@ -32,8 +32,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Scale as Llama 3 does: slow dimensions are divided by the factor, fast ones kept, and the others blended."""
-    turns = scaling.original_max_position / (2 * math.pi / frequencies)  # rotations over the original context
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    rotations = scaling.original_max_position / (2 * math.pi / frequencies)  # over the original context
+    blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
@@ -41,12 +41,12 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def _yarn(wavelengths: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
     dim = config.head_dim
 
-    def dimension_turning(times: float) -> float:
+    def dimension_rotating(times: float) -> float:
         """Return the dimension that makes this many rotations over the original context."""
-        turns = scaling.original_max_position / (times * 2 * math.pi)
-        return dim * math.log(turns) / (2 * math.log(config.rope_theta))
+        rotations = scaling.original_max_position / (times * 2 * math.pi)
+        return dim * math.log(rotations) / (2 * math.log(config.rope_theta))
 
-    low, high = dimension_turning(scaling.beta_fast), dimension_turning(scaling.beta_slow)
+    low, high = dimension_rotating(scaling.beta_fast), dimension_rotating(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

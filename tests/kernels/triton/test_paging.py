@@ -258,7 +258,7 @@ def test_answers_take_their_places_in_the_sum(shared: bool, place: list[int] | N
     monkeypatch.setattr(device, "FEW_PROGRAMS", few)
     queue = HostExpertQueue.make(2, 4, 40, DEVICE)
     queue.out.copy_(torch.randn(4, 40))
-    queue.state[queue_fields.TURN] = 5
+    queue.state[queue_fields.POST_NUMBER] = 5
     queue.header[queue_fields.DONE] = 5
     rows = torch.randn(4, 40, dtype=torch.float32 if shared else torch.float16, device=DEVICE)
     shares = torch.rand(2, 2, device=DEVICE)
@@ -276,7 +276,7 @@ def test_answers_take_their_places_in_the_sum(shared: bool, place: list[int] | N
 def test_a_host_that_does_not_answer_is_told_of(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "FEW_PROGRAMS", few)
     queue = HostExpertQueue.make(1, 2, 16, DEVICE)
-    queue.state[queue_fields.TURN] = 2
+    queue.state[queue_fields.POST_NUMBER] = 2
     queue.header[queue_fields.DONE] = 1
     rows, shares = torch.zeros(2, 16, device=DEVICE), torch.ones(1, 2, device=DEVICE)
     device.collect(rows, shares, posted([0, 0], 2, [-1, -1]), queue, torch.float32, patience=20)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def serve_batches(llm: LLM, size: int, host: str, port: int) -> None:
     """Serve until the process is terminated. `size`: size of the vocabulary."""
     class Handler(_Handler):
-        engine, vocab_size, turn = llm, size, threading.Lock()
+        engine, vocab_size, lock = llm, size, threading.Lock()
 
     with ThreadingHTTPServer((host, port), Handler) as server:
         server.daemon_threads = True
@@ -33,7 +33,7 @@ def serve_batches(llm: LLM, size: int, host: str, port: int) -> None:
 class _Handler(BaseHTTPRequestHandler):
     engine: LLM
     vocab_size: int
-    turn: threading.Lock  # held while a batch runs; health and metrics are answered concurrently
+    lock: threading.Lock  # held while a batch runs; health and metrics are answered concurrently
 
     def do_GET(self) -> None:
         plan = self.engine.plan
@@ -56,7 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {})
         elif self.path == "/batch":
             try:
-                with self.turn:
+                with self.lock:
                     reply = generate(self.engine, body)
             except SpilloverError as error:
                 self._answer(400, {"error": str(error)})

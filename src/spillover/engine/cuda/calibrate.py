@@ -66,7 +66,7 @@ def _link_seconds(records: Sequence[Tensor], buffer: Tensor) -> float:
     pairs = torch.stack([torch.arange(count), torch.arange(count)], 1).to(torch.int32).to(device)
     nothing = torch.zeros(count, PAIR, dtype=torch.int32, device=device)
     wanted = Resolution(torch.tensor([count, 0], dtype=torch.int32, device=device), pairs, nothing, pairs[:, 0])
-    return _device_seconds(lambda turn: gather(wanted, records[turn % len(records)], target)) / count
+    return _device_seconds(lambda index: gather(wanted, records[index % len(records)], target)) / count
 
 
 def _copy_seconds(records: Sequence[Tensor], buffer: Tensor) -> float:
@@ -74,15 +74,15 @@ def _copy_seconds(records: Sequence[Tensor], buffer: Tensor) -> float:
     count = min(len(buffer), records[0].shape[0])
     target = buffer[len(buffer) - count :]
     return _device_seconds(
-        lambda turn: target.copy_(records[turn % len(records)][:count], non_blocking=True)) / count
+        lambda index: target.copy_(records[index % len(records)][:count], non_blocking=True)) / count
 
 
 def _device_seconds(work: Callable[[int], object]) -> float:
     times = []
-    for turn in range(ROUNDS + 1):
+    for index in range(ROUNDS + 1):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        work(turn)
+        work(index)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return statistics.quantiles(times[1:], n=4)[0]
@@ -93,11 +93,11 @@ def _host_seconds(host: HostExperts, layers: int, rows: int = 1) -> float:
     x = torch.randn(rows, host.layout.hidden)
     count = min(4, host.layout.experts)
     times = []
-    for turn in range(ROUNDS + 1):
-        first = (turn * count) % (host.layout.experts - count + 1)
+    for index in range(ROUNDS + 1):
+        first = (index * count) % (host.layout.experts - count + 1)
         pairs = torch.tensor([[row, first + i, 0, 0] for i in range(count) for row in range(rows)], dtype=torch.int32)
         host.wake()
         start = time.perf_counter()
-        host.run(turn % layers, x, pairs)
+        host.run(index % layers, x, pairs)
         times.append(time.perf_counter() - start)
     return statistics.quantiles(times[1:], n=4)[0] / count

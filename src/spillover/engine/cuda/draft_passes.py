@@ -88,7 +88,7 @@ class DraftPasses:
         self._done = torch.zeros(1, dtype=i32, device=device)  # number of completed passes
         self._results = torch.zeros(DRAFTS_KEPT, limits.draft_tokens, most, dtype=i64,
                                     pin_memory=device.type == "cuda")
-        self._turn = 0  # index of the entry of `_results` that the next drafts go to
+        self._next_entry = 0  # index of the entry of `_results` that the next drafts go to
         self.last: Drafts | None = None
 
     def draft(self, items: Sequence[DraftItem], graphs: Graphs | None, wait: bool) -> HeadDrafts:
@@ -135,8 +135,8 @@ class DraftPasses:
                 self._pass(offsets, key)
             else:
                 graphs.run(key, partial(self._pass, offsets, key))
-        results = self._results[self._turn, :passes]
-        self._turn = (self._turn + 1) % DRAFTS_KEPT
+        results = self._results[self._next_entry, :passes]
+        self._next_entry = (self._next_entry + 1) % DRAFTS_KEPT
         results.copy_(self._drafted[:passes], non_blocking=True)
         return results[:, :rows], begun, self._event()
 

@@ -51,12 +51,12 @@ def encode(message: Launch | FromRank) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def encode_turn(step: Step, running: int) -> bytes:
+def encode_rank_step(step: Step, running: int) -> bytes:
     """Make the message of a step. `running`: number of earlier steps whose results rank 0 has not taken yet."""
     return bytes([running]) + encode_step(step)
 
 
-def decode_turn(message: bytes) -> tuple[Step, int]:
+def decode_rank_step(message: bytes) -> tuple[Step, int]:
     return decode_step(message[1:]), message[0]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spillover.engine.batch.step_result import PromptObserver
 from spillover.engine.loop import LaunchedStep, ModelRunner, StepRunner
-from spillover.engine.parallel.messages import decode_turn, encode_turn
+from spillover.engine.parallel.messages import decode_rank_step, encode_rank_step
 from spillover.engine.parallel.report import ONE, RanksReport
 from spillover.engine.step import DraftItem, HeadDrafts, Step, StepResult
 from spillover.engine.weights.placed import EngineWeights
@@ -93,7 +93,7 @@ class ParallelRunner:
         self.waiting_since: float | None = None  # monotonic time since when a step is waited for; None: no wait
 
     def launch(self, step: Step) -> ParallelStep:
-        self._others.send(encode_turn(step, self.running))
+        self._others.send(encode_rank_step(step, self.running))
         self.running += 1
         self.waiting_since = time.monotonic()  # capturing a CUDA graph waits for earlier steps
         try:
@@ -170,7 +170,7 @@ class Follower:
 
     def launch(self, message: bytes) -> None:
         """Launch a step, after taking the results that rank 0 had taken when it sent the step."""
-        step, running = decode_turn(message)
+        step, running = decode_rank_step(message)
         self._take_results(running)
         self._launched.append(self._runner.launch(step))
         if not self._ahead:

@@ -1,7 +1,7 @@
 """The queue between the device and the host's worker threads in the middle of a step: one run of pinned memory.
 
 The device posts rows and their experts, the host answers with the outputs of these experts. They synchronise by plain
-writes of numbers: a turn has been posted when POSTED has its number, and answered when DONE has it.
+writes of numbers: a post is complete when POSTED has its number, and answered when DONE has it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from spillover.kernels.fields import ALIGNMENT, aligned
 
-# Offsets in the header, an int32 [HEADER]. The two turns are on separate cache lines, as each has one writer.
+# Offsets in the header, an int32 [HEADER]. The two numbers are on separate cache lines, as each has one writer.
 HEADER = 64
-POSTED = 0  # turn of the latest post; written last, by the device
-DONE = 16  # turn of the latest answer; written last, by the host
+POSTED = 0  # number of the latest post; written last, by the device
+DONE = 16  # number of the latest answer; written last, by the host
 FAILED = 32  # not zero: the device gave up waiting for an answer, or the host refused a post (REFUSED)
 LAYER = 33  # layer of the post
 COUNT = 34  # number of pairs of the post
 TOKENS = 35  # number of rows of x of the post
 
 # Offsets in the state, an int32 [2] in device memory.
-TURN = 0  # turn of the latest post
+POST_NUMBER = 0  # number of the latest post
 GIVEN_UP = 1  # not zero once the device gave up: as FAILED, but quick for the device to read
 
 PAIR = 4  # int32 values of a pair: token, expert, index of the pair, 0

@@ -220,17 +220,17 @@ class _Reader:
 
     def _read(self) -> None:
         header = self._queue.header
-        turn = int(header[DONE])
+        answered = int(header[DONE])
         while not self._stopping.is_set():
-            if (posted := int(header[POSTED])) == turn:
+            if (posted := int(header[POSTED])) == answered:
                 time.sleep(NAP)
                 continue
             try:
                 self._answer(int(header[LAYER]), int(header[COUNT]), int(header[TOKENS]))
             except (IndexError, RuntimeError):
                 header[FAILED] = REFUSED
-            turn = posted
-            header[DONE] = turn
+            answered = posted
+            header[DONE] = answered
 
     def _answer(self, layer: int, count: int, tokens: int) -> None:
         rows = self._experts.run(layer, self._queue.x[:tokens], self._queue.pairs[:count])

@@ -99,5 +99,5 @@ class Resolution:
     @classmethod
     def in_passes(cls, counts: Tensor, gathers: Tensor, to_host: Tensor, place: Tensor, rows: Tensor) -> Resolution:
         """Make a resolution of counts [passes, 2], gathers [passes, P, 2] and rows [passes, E]."""
-        first, *later = (cls(counts[turn], gathers[turn], to_host, place, rows[turn]) for turn in range(len(rows)))
+        first, *later = (cls(counts[index], gathers[index], to_host, place, rows[index]) for index in range(len(rows)))
         return replace(first, later=tuple(later))

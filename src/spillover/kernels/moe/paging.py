@@ -64,16 +64,16 @@ def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor |
     rows = torch.full((passes, table.experts), NONE, dtype=torch.int32)
     num_streamed = 0
     for expert in gathered:
-        slot, turn = _evict(table, layer, step, requested), 0
+        slot, pass_index = _evict(table, layer, step, requested), 0
         if slot == NONE:
-            turn, place_in = divmod(num_streamed, table.stream_buffers)
+            pass_index, place_in = divmod(num_streamed, table.stream_buffers)
             slot, num_streamed = len(table.owner) + place_in, num_streamed + 1
-            rows[turn, expert] = slot
+            rows[pass_index, expert] = slot
         else:
             table.slot_of[layer, expert] = slot
             table.owner[slot] = expert
-        gathers[turn, counts[turn, 0]] = torch.tensor([expert, slot])
-        counts[turn, 0] += 1
+        gathers[pass_index, counts[pass_index, 0]] = torch.tensor([expert, slot])
+        counts[pass_index, 0] += 1
     rows[0] = torch.maximum(rows[0], table.slot_of[layer].cpu())
     table.stamp[layer, requested] = step
     hits = len(requested) - len(missing)
@@ -119,7 +119,7 @@ def gather_reference(resolution: Resolution, records: Tensor, slots: Tensor) -> 
 
 
 def post_reference(x: Tensor, resolution: Resolution, layer: int, queue: HostExpertQueue) -> None:
-    """Write the pairs for the host, and their rows of x [T, H], into the queue and increment its turn; do nothing if
+    """Write the pairs for the host, and their rows of x [T, H], into the queue, and count the post; do nothing if
     there are none."""
     count = int(resolution.counts[1])
     if count == 0:
@@ -128,8 +128,8 @@ def post_reference(x: Tensor, resolution: Resolution, layer: int, queue: HostExp
     queue.x[tokens.cpu()] = x[tokens].float().cpu()
     queue.pairs[:count] = resolution.hosted[:count].cpu()
     queue.header[fields.LAYER], queue.header[fields.COUNT], queue.header[fields.TOKENS] = layer, count, x.shape[0]
-    queue.state[fields.TURN] += 1
-    queue.header[fields.POSTED] = queue.state[fields.TURN].cpu()
+    queue.state[fields.POST_NUMBER] += 1
+    queue.header[fields.POSTED] = queue.state[fields.POST_NUMBER].cpu()
 
 
 def collect_reference(
@@ -157,9 +157,9 @@ def collect_reference(
 
 
 def _await_answer(queue: HostExpertQueue, patience: int) -> bool:
-    turn = int(queue.state[fields.TURN])
+    posted = int(queue.state[fields.POST_NUMBER])
     for _ in range(patience):
-        if int(queue.header[fields.DONE]) - turn >= 0:
+        if int(queue.header[fields.DONE]) - posted >= 0:
             return True
         time.sleep(1e-6)
     return False

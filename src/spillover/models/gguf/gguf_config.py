@@ -197,7 +197,7 @@ def _llama3_factors(factor: float, original: int, theta: float, head_dim: int, l
                     high: float = 4.0) -> list[float]:
     result = []
     for index in range(0, head_dim, 2):
-        turns = original / (2 * math.pi * theta ** (index / head_dim))  # rotations over the original context
-        blend = min(max((turns - low) / (high - low), 0.0), 1.0)
+        rotations = original / (2 * math.pi * theta ** (index / head_dim))  # over the original context
+        blend = min(max((rotations - low) / (high - low), 0.0), 1.0)
         result.append(1.0 / ((1.0 - blend) / factor + blend))
     return result

@@ -28,7 +28,7 @@ _MOST_SLOTS = tl.constexpr(page_table.MOST_SLOTS)
 _NO_KEY = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # greater than the key of any slot
 _DONE, _POSTED, _FAILED = tl.constexpr(fields.DONE), tl.constexpr(fields.POSTED), tl.constexpr(fields.FAILED)
 _LAYER, _COUNT, _TOKENS = tl.constexpr(fields.LAYER), tl.constexpr(fields.COUNT), tl.constexpr(fields.TOKENS)
-_TURN, _GIVEN_UP = tl.constexpr(fields.TURN), tl.constexpr(fields.GIVEN_UP)
+_TURN, _GIVEN_UP = tl.constexpr(fields.POST_NUMBER), tl.constexpr(fields.GIVEN_UP)
 _PAIR = tl.constexpr(fields.PAIR)
 _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
