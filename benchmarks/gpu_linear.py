@@ -71,7 +71,7 @@ def cuts(rows: int, shape: Shape) -> list[FewCut | Cut]:
     if rows >= 32:
         found += cuda.cuts(rows, shape, processors(DEVICE))
     for cut in found:
-        compile_ahead(cut.source, {cut.options(shape.form, torch.bfloat16)}, DEVICE)
+        compile_ahead(cut.source, {cut.options(shape.config, torch.bfloat16)}, DEVICE)
     return found
 
 

@@ -40,15 +40,15 @@ def wanted() -> list[tuple[Path, tuple[str, ...]]]:
     listed += [(coded_linear.SOURCE, tile_form(CODE_FORMS[kind]).options(HALF)) for kind in ("Q4_K",)]
     listed += [(ordered_gemm.SOURCE, ordered_gemm.choose_cut(rows, 4096, 4096, PROCESSORS).options(
         ordered_gemm.product_chunks(4096, 4096)[0], HALF, False)) for rows in (64, 4096)]
-    listed += [(cut.source, cut.options(shape.form, HALF)) for cut in (fp8_linear.choose_cut(rows, shape, PROCESSORS)
+    listed += [(cut.source, cut.options(shape.config, HALF)) for cut in (fp8_linear.choose_cut(rows, shape, PROCESSORS)
                                                                        for rows in (1, 4096))]
     normed = fp8_linear.Shape(28672, 4096, blocked=True, gated=True, normed=True)
-    listed += [(cut.source, cut.options(normed.form, HALF)) for cut in (fp8_linear.choose_cut(1, normed, PROCESSORS),
+    listed += [(cut.source, cut.options(normed.config, HALF)) for cut in (fp8_linear.choose_cut(1, normed, PROCESSORS),
                                                                         fp8_linear.Rounding(normed.inner))]
-    listed += [(source, attention.KernelForm(128, 4, 16, "fp8", HALF).options)
+    listed += [(source, attention.KernelConfig(128, 4, 16, "fp8", HALF).options)
                for source in (attention.NEW_TOKENS, attention.PROMPTS)]
-    listed += [(attention_few.SOURCE, attention.KernelForm(dim, 8, 16, "auto", HALF).options) for dim in (64, 256)]
-    listed += [(attention_prefill.SOURCE, attention.KernelForm(128, 4, 16, "auto", HALF).options)]
+    listed += [(attention_few.SOURCE, attention.KernelConfig(dim, 8, 16, "auto", HALF).options) for dim in (64, 256)]
+    listed += [(attention_prefill.SOURCE, attention.KernelConfig(128, 4, 16, "auto", HALF).options)]
     return [*listed, (exchange.SOURCE, ())]
 
 

@@ -88,9 +88,9 @@ def _cases(device: torch.device) -> Iterator[_Case]:
     for kv_dtype in ("auto", "fp8", "int8"):
         name = "norm, QKV, rotary embedding, attention" + (f" over {kv_dtype} KV" if kv_dtype != "auto" else "")
         yield _Case(name, counts, _chunk_differences(maker, layer, counts, kv_dtype))
-    for name, form in maker.expert_formats.items():
-        first = Experts(maker.linear(form, 2 * EXPERT_INNER, HIDDEN, EXPERTS, parts=2))
-        second = Experts(maker.linear(form, HIDDEN, EXPERT_INNER, EXPERTS))
+    for name, weight_format in maker.expert_formats.items():
+        first = Experts(maker.linear(weight_format, 2 * EXPERT_INNER, HIDDEN, EXPERTS, parts=2))
+        second = Experts(maker.linear(weight_format, HIDDEN, EXPERT_INNER, EXPERTS))
         scores = maker.normal(counts[-1], EXPERTS)
         # MXFP4 experts use float16 activations: only gpt-oss has them, and it clamps values that would not fit.
         limit = SWIGLU_LIMIT if name == "MXFP4" else None
@@ -155,10 +155,11 @@ class _Maker:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._random, device=self.device).to(self.dtype)
 
-    def linear(self, form: WeightFormat, channels: int, inner: int, experts: int = 0, parts: int = 1) -> Linear:
+    def linear(self, weight_format: WeightFormat, channels: int, inner: int, experts: int = 0,
+               parts: int = 1) -> Linear:
         shape = LinearShape((channels // parts,) * parts, inner)
         target = Target(str(self.dtype).removeprefix("torch."), self.device)
-        return Linear(form, shape, form.dummy(shape, experts, target, self._random))
+        return Linear(weight_format, shape, weight_format.dummy(shape, experts, target, self._random))
 
     def layer(self) -> LayerWeights:
         heads, dim = SHAPE.num_heads, SHAPE.head_dim

@@ -247,9 +247,9 @@ def mlp_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
     ]
 
 
-def tensor(name: str, source: str, shape: tuple[int, ...], form: WeightFormat | None = None) -> WeightSpec:
-    """Return the spec of a weight that is one checkpoint tensor; `form`: its format if it is a linear."""
-    return WeightSpec(name, shape, (Source((source,), (shape[0],)),), form)
+def tensor(name: str, source: str, shape: tuple[int, ...], weight_format: WeightFormat | None = None) -> WeightSpec:
+    """Return the spec of a weight that is one checkpoint tensor; `weight_format`: its format if it is a linear."""
+    return WeightSpec(name, shape, (Source((source,), (shape[0],)),), weight_format)
 
 
 def matrix(name: str, sources: tuple[str, ...], rows: tuple[int, ...], columns: int) -> WeightSpec:
@@ -269,5 +269,6 @@ def experts(config: ModelConfig, name: str, shape: tuple[int, int, int], *source
     """Return the spec of a stack of linears [experts, out, in]; only the first source may be quantised."""
     quantized = make_format(config.expert_format, config.quantization)
     count = shape[0] if sources[0].per_expert else 1
-    form = quantized.for_experts([name.format(expert=index) for index in range(count) for name in sources[0].names])
-    return WeightSpec(name, shape, sources if form == DENSE else sources[:1], form)
+    names = [name.format(expert=index) for index in range(count) for name in sources[0].names]
+    weight_format = quantized.for_experts(names)
+    return WeightSpec(name, shape, sources if weight_format == DENSE else sources[:1], weight_format)

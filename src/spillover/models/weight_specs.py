@@ -134,8 +134,8 @@ def in_codes(specs: WeightSpecs, codes: Mapping[str, str], device: str = "cpu") 
     def taken(listed: list[WeightSpec]) -> list[WeightSpec]:
         stacks = stacks_of(listed)
         formats = [kept(spec, stacks) for spec in listed]
-        return [spec if form == spec.format else replace(spec, sources=spec.sources[:1], format=form)
-                for spec, form in zip(listed, formats, strict=True)]
+        return [spec if weight_format == spec.format else replace(spec, sources=spec.sources[:1], format=weight_format)
+                for spec, weight_format in zip(listed, formats, strict=True)]
 
     return {part: taken(listed) for part, listed in specs.items()}
 
@@ -169,7 +169,7 @@ def _on_cuda(specs: WeightSpecs) -> WeightSpecs:
 
     def converted(listed: list[WeightSpec]) -> list[WeightSpec]:
         found = [spec.format.experts_on_cuda(spec.linear) for spec in listed if spec.format and spec.experts]
-        products = {None if form is None or form.experts is None else form.experts.code for form in found}
+        products = {None if made is None or made.experts is None else made.experts.code for made in found}
         return [taken(spec, len(products) == 1) for spec in listed]
 
     return {part: converted(listed) for part, listed in specs.items()}
@@ -178,7 +178,7 @@ def _on_cuda(specs: WeightSpecs) -> WeightSpecs:
 def dequantized_experts(specs: WeightSpecs) -> WeightFormat | None:
     """Return the stored format of experts that are dequantised when loaded; None if there are none."""
     formats = (spec.format for listed in specs.values() for spec in listed if spec.format and spec.experts)
-    return next((form.dequantized_from for form in formats if form.dequantized_from), None)
+    return next((stored.dequantized_from for stored in formats if stored.dequantized_from), None)
 
 
 def reformatted(specs: WeightSpecs, change: Callable[[WeightFormat], WeightFormat]) -> WeightSpecs:

@@ -81,7 +81,7 @@ def generate_prompts(llm: LLM, count: int, longest: int, seed: int, show: Show) 
     """Generate prompts with the model itself."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    requests = [_encode_prompt(llm, form.format(topic)) for form in _TEMPLATES for topic in _TOPICS]
+    requests = [_encode_prompt(llm, template.format(topic)) for template in _TEMPLATES for topic in _TOPICS]
     params = [SamplingParams(temperature=1.0, max_tokens=48, seed=seed + index) for index in range(count)]
     found = _generate(llm, [requests[index % len(requests)] for index in range(count)], params, show)
     texts = [tokenizer.decode(tokens).strip().partition("\n")[0] for tokens in found]

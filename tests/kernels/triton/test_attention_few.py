@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from spillover.kernels import native
 from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.cuda import attention_few as few
-from spillover.kernels.cuda.attention import KernelForm
+from spillover.kernels.cuda.attention import KernelConfig
 from spillover.kernels.triton.attention.attention import attention, make_work
 from spillover.kernels.triton.rope_store import norm_rope_store
 from support.kernels.emulated_cuda import EmulatedModule
@@ -30,9 +30,9 @@ LENGTHS = [1, 64, 65, 129, 1100]  # near the limits of tiles, pieces and blocks;
 EXACT = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {"rtol": 2e-3, "atol": 1e-3}
 
 
-def emulated(source: Path, form: KernelForm, device: torch.device, late: bool = True) -> EmulatedModule:
+def emulated(source: Path, config: KernelConfig, device: torch.device, late: bool = True) -> EmulatedModule:
     """Stand in for a GPU's kernels; if `late`, copies into shared memory complete only when they are waited for."""
-    return EmulatedModule(source, form.options, late)
+    return EmulatedModule(source, config.options, late)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from spillover.kernels import native
 from spillover.kernels.cuda import attention_prefill as prefill
-from spillover.kernels.cuda.attention import KernelForm
+from spillover.kernels.cuda.attention import KernelConfig
 from spillover.kernels.triton.attention import ordered_prefill
 from support.kernels.emulated_cuda import EmulatedModule, described
 from support.kernels.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, error
@@ -26,9 +26,9 @@ HALF = DTYPES[1]
 EXACT = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {"rtol": 2e-3, "atol": 2e-3}
 
 
-def emulated(source: Path, form: KernelForm, device: torch.device, late: bool = True) -> EmulatedModule:
+def emulated(source: Path, config: KernelConfig, device: torch.device, late: bool = True) -> EmulatedModule:
     """Stand in for a GPU's kernels; if `late`, copies into shared memory complete only when they are waited for."""
-    return EmulatedModule(source, form.options, late)
+    return EmulatedModule(source, config.options, late)
 
 
 @pytest.fixture

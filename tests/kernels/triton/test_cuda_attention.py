@@ -42,9 +42,9 @@ class Recorded:
         self._kernels.launch(kernel, *rest, **named)
 
 
-def emulated(source: Path, form: cuda.KernelForm, device: torch.device, late: bool = True) -> EmulatedModule:
+def emulated(source: Path, config: cuda.KernelConfig, device: torch.device, late: bool = True) -> EmulatedModule:
     """Stand in for a GPU's kernels; if `late`, copies into shared memory complete only when they are waited for."""
-    return EmulatedModule(source, form.options, late)
+    return EmulatedModule(source, config.options, late)
 
 
 @pytest.fixture
@@ -148,16 +148,16 @@ def test_without_a_compiler_triton_serves(monkeypatch: pytest.MonkeyPatch, caplo
 
     monkeypatch.setattr(compiled, "Module", fail)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    form, device = cuda.KernelForm(128, 4, 16, "fp8", torch.bfloat16), torch.device("cuda", 0)
+    config, device = cuda.KernelConfig(128, 4, 16, "fp8", torch.bfloat16), torch.device("cuda", 0)
     find = cuda.kernels.__wrapped__
     with caplog.at_level(logging.WARNING):
-        assert find(cuda.NEW_TOKENS, form, device) is None
+        assert find(cuda.NEW_TOKENS, config, device) is None
     assert caplog.messages == ["attention goes through Triton's kernels: no NVRTC"]
     monkeypatch.setattr(compiled, "Module", lambda *given: given)
     for capability, served in (((8, 6), set()), ((8, 9), {cuda.NEW_TOKENS}), ((9, 0), {cuda.NEW_TOKENS, cuda.PROMPTS}),
                                ((12, 0), {cuda.NEW_TOKENS})):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert {source for source in (cuda.NEW_TOKENS, cuda.PROMPTS) if find(source, form, device)} == served
+        assert {source for source in (cuda.NEW_TOKENS, cuda.PROMPTS) if find(source, config, device)} == served
 
 
 def test_pieces_begin_where_the_splits_have_them(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from spillover.kernels.cuda import fp8_linear as cuda
 from spillover.kernels.cuda.driver.tensor_map import capable
-from spillover.kernels.cuda.fp8_linear import Cut, FewCut, KernelForm, Rounding, Shape, add_norm_fp8_linear, fp8_linear
+from spillover.kernels.cuda.fp8_linear import (
+    Cut,
+    FewCut,
+    KernelConfig,
+    Rounding,
+    Shape,
+    add_norm_fp8_linear,
+    fp8_linear,
+)
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, WeightFormat
 from spillover.kernels.formats.choice import Dequantized
@@ -35,9 +43,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @cache
-def _emulated(cut: Cut | FewCut | Rounding, form: KernelForm, dtype: torch.dtype,
+def _emulated(cut: Cut | FewCut | Rounding, config: KernelConfig, dtype: torch.dtype,
               device: torch.device) -> EmulatedModule:
-    return EmulatedModule(cut.source, cut.options(form, dtype), late=True)
+    return EmulatedModule(cut.source, cut.options(config, dtype), late=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -260,7 +268,8 @@ def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> No
                                  (FewCut(32, 2, resident=2), True, 0)):
         done = subprocess.run(
             ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v",
-             *cut.options(KernelForm(blocked, False, 4, normed), torch.bfloat16), f"-I{cut.source.parent / 'include'}",
+             *cut.options(KernelConfig(blocked, False, 4, normed), torch.bfloat16),
+             f"-I{cut.source.parent / 'include'}",
              cut.source, "-o", tmp_path / "kernel.cubin"],
             check=False, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

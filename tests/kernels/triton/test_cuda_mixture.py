@@ -120,7 +120,7 @@ def test_a_row_has_the_same_bits_whatever_the_tile(
     route, routed = moe.route, {}
     monkeypatch.setattr(moe, "route", lambda scores, x, *rest: routed[len(x)] if len(x) in routed else
                         routed.setdefault(len(x), route(scores, x, *rest)))  # the routing is the same for every tile
-    form = cuda.KERNEL_FORMS[first.gemm.code]
+    form = cuda.KERNEL_CONFIGS[first.gemm.code]
     every, results = form.many, {}
     for tile in every:
         monkeypatch.setitem(form.__dict__, "many", {tile: every[tile]})

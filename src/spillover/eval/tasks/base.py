@@ -51,13 +51,13 @@ class DataFile:
         return {"data": self.path.name, "sha256": hashlib.sha256(self.content).hexdigest()}
 
 
-def read_data(task: str, folder: Path, given: str | None, names: Sequence[str], form: str) -> DataFile:
+def read_data(task: str, folder: Path, given: str | None, names: Sequence[str], expected: str) -> DataFile:
     """Read a task's file: the given one, as a path or in the folder; otherwise the first of `names` in the folder."""
     places = [Path(given), folder / given] if given is not None else [folder / name for name in names]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         looked = " and ".join(dict.fromkeys(str(place) for place in places))
-        raise SpilloverError(f"there is no data for {task}: looked for {looked}; it must be {form} "
+        raise SpilloverError(f"there is no data for {task}: looked for {looked}; it must be {expected} "
                              f"(--data FOLDER, or --task {task}=FILE)")
     try:
         return DataFile(found, found.read_bytes())
@@ -65,7 +65,7 @@ def read_data(task: str, folder: Path, given: str | None, names: Sequence[str], 
         raise SpilloverError(f"cannot read '{found}': {error.strerror or error}") from error
 
 
-def json_lines(file: DataFile, fields: Sequence[str], form: str) -> list[dict[str, Any]]:
+def json_lines(file: DataFile, fields: Sequence[str], expected: str) -> list[dict[str, Any]]:
     """Return the objects of the file, one per line, and check that each has the fields."""
     rows = []
     for number, line in enumerate(text_of(file).split("\n"), 1):
@@ -75,13 +75,13 @@ def json_lines(file: DataFile, fields: Sequence[str], form: str) -> list[dict[st
             row = json.loads(line)
         except ValueError as error:
             raise SpilloverError(f"'{file.path}', line {number}, is not JSON ({error}); the file must be "
-                                 f"{form}") from error
+                                 f"{expected}") from error
         absent = next((name for name in fields if not isinstance(row, dict) or name not in row), None)
         if absent is not None:
-            raise SpilloverError(f"'{file.path}', line {number}, has no '{absent}'; the file must be {form}")
+            raise SpilloverError(f"'{file.path}', line {number}, has no '{absent}'; the file must be {expected}")
         rows.append(row)
     if not rows:
-        raise SpilloverError(f"'{file.path}' is empty; the file must be {form}")
+        raise SpilloverError(f"'{file.path}' is empty; the file must be {expected}")
     return rows
 
 

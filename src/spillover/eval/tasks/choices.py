@@ -114,15 +114,15 @@ def _mmlu(row: Mapping[str, Any]) -> Question:
                     tuple(letters), letters.index(answer) if isinstance(answer, str) else int(answer))
 
 
-def _question(file: DataFile, make: Callable[[], Question], form: str) -> Question:
+def _question(file: DataFile, make: Callable[[], Question], expected: str) -> Question:
     try:
         made = make()
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise SpilloverError(f"'{file.path}' has a task that cannot be read ({error}); the file must be "
-                             f"{form}") from error
+                             f"{expected}") from error
     if not 0 <= made.right < len(made.choices):
         raise SpilloverError(f"'{file.path}' has a task whose right answer is number {made.right} of "
-                             f"{len(made.choices)}; the file must be {form}")
+                             f"{len(made.choices)}; the file must be {expected}")
     return made
 
 

@@ -29,7 +29,7 @@ PROMPT_SHARED = 60 << 10
 MANY = 1024  # number of programs from which four per multiprocessor are faster than three on an H200
 
 
-class KernelForm(NamedTuple):
+class KernelConfig(NamedTuple):
     """The properties that kernels are compiled for."""
 
     dim: int
@@ -95,7 +95,7 @@ def _module(source: Path, q: Tensor, kv_layer: Tensor, block_size: int, kv_dtype
     _, heads, dim = q.shape
     if kv_dtype == "auto" or dim not in DIMS or block_size not in BLOCKS or q.dtype not in DTYPES:
         return None
-    return kernels(source, KernelForm(dim, heads // kv_layer.shape[2], block_size, kv_dtype, q.dtype), q.device)
+    return kernels(source, KernelConfig(dim, heads // kv_layer.shape[2], block_size, kv_dtype, q.dtype), q.device)
 
 
 def _product(q: Tensor, kv_layer: Tensor, out: Tensor, block_table: Tensor, scale: float, window: int | None,
@@ -114,12 +114,12 @@ def _product(q: Tensor, kv_layer: Tensor, out: Tensor, block_table: Tensor, scal
 
 
 @cache
-def kernels(source: Path, form: KernelForm, device: torch.device) -> Module | None:
-    """Return the kernels of a source for a form; None if the device is not supported, or, with a line in the log, if
+def kernels(source: Path, config: KernelConfig, device: torch.device) -> Module | None:
+    """Return the kernels of a source for a config; None if the device is not supported, or, with a line in the log, if
     they cannot be loaded."""
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY or (source.name in WITH_WGMMA and capability != WGMMA_CAPABILITY):
         return None
-    return module_or_none(source, form.options, device, "attention goes through Triton's kernels")
+    return module_or_none(source, config.options, device, "attention goes through Triton's kernels")

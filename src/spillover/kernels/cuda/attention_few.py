@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch
-from spillover.kernels.cuda.attention import BLOCKS, DTYPES, KernelForm, kernels
+from spillover.kernels.cuda.attention import BLOCKS, DTYPES, KernelConfig, kernels
 from spillover.kernels.triton.attention.ordered_splits import PROGRAMS, window_piece
 from spillover.kernels.triton.launch import pdl_options
 
@@ -62,7 +62,7 @@ def attend_few(
             and dim in DIMS and batch.block_size in BLOCKS and group <= MOST_GROUP
             and work.splits.shape[0] * kv_heads <= PROGRAMS):
         return None
-    module = kernels(SOURCE, KernelForm(dim, group, batch.block_size, batch.kv_dtype, qkv.dtype), qkv.device)
+    module = kernels(SOURCE, KernelConfig(dim, group, batch.block_size, batch.kv_dtype, qkv.dtype), qkv.device)
     shared = shared_bytes(dim, group)
     if module is None or shared > module.shared:
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.attention import BLOCKS, DTYPES, KernelForm, kernels
+from spillover.kernels.cuda.attention import BLOCKS, DTYPES, KernelConfig, kernels
 from spillover.kernels.cuda.driver.tensor_map import TYPES, Map, tensor_map
 from spillover.kernels.triton.attention.ordered_splits import TILE, TILE_QUERIES, window_piece
 
@@ -41,7 +41,7 @@ def attend_prefill(
     if (kv_dtype != "auto" or dim != DIM or block_size not in BLOCKS or q.dtype not in DTYPES
             or kv_layer.dtype is not q.dtype):
         return False
-    module = kernels(SOURCE, KernelForm(dim, heads // kv_heads, block_size, kv_dtype, q.dtype), q.device)
+    module = kernels(SOURCE, KernelConfig(dim, heads // kv_heads, block_size, kv_dtype, q.dtype), q.device)
     if module is None or module.shared < SHARED:
         return False
     assert q.stride(1) == dim, "heads of queries lie side by side"

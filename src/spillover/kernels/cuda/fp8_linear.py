@@ -45,7 +45,7 @@ MOST_NORMED = 8192  # maximum number of inputs of a row that a block can norm
 NORM_BYTES = 3 * 32 * 4  # bytes of shared memory to combine parts of sums of squares, and largest magnitudes
 
 
-class KernelForm(NamedTuple):
+class KernelConfig(NamedTuple):
     """The properties that kernels are compiled for besides a cut."""
 
     blocked: bool  # whether scales are those of 128 x 128 weights, and of 128 inputs
@@ -79,13 +79,13 @@ class Shape(NamedTuple):
         return -(-self.steps // self.chunks)
 
     @property
-    def form(self) -> KernelForm:
-        return KernelForm(self.blocked, self.gated, self.chunks, self.inner if self.normed else 0)
+    def config(self) -> KernelConfig:
+        return KernelConfig(self.blocked, self.gated, self.chunks, self.inner if self.normed else 0)
 
     @property
-    def rounding(self) -> tuple[Rounding, KernelForm]:
-        """Return the kernel and form that round rows before the product, and norm them first if `normed`."""
-        return Rounding(self.inner), KernelForm(self.blocked, False, 1, self.inner if self.normed else 0)
+    def rounding(self) -> tuple[Rounding, KernelConfig]:
+        """Return the kernel and config that round rows before the product, and norm them first if `normed`."""
+        return Rounding(self.inner), KernelConfig(self.blocked, False, 1, self.inner if self.normed else 0)
 
     @property
     def stored(self) -> int:
@@ -158,10 +158,10 @@ class FewCut(NamedTuple):
         return tensor_map(values.data_ptr(), BYTES, (inner, 8, 2, shape.channels // 16), (inner, *strides),
                           (STEP, 8, 2, 4 * self.groups))
 
-    def options(self, form: KernelForm, dtype: torch.dtype) -> tuple[str, ...]:
-        return _options(form, dtype, self.rows, ROWS=self.rows, GROUPS=self.groups, CHUNKS=form.chunks,
-                        CLUSTER=form.chunks if self.spread else 1, OWN_X=int(self.rounds_rows), RESIDENT=self.resident,
-                        NORMED=form.normed)
+    def options(self, config: KernelConfig, dtype: torch.dtype) -> tuple[str, ...]:
+        return _options(config, dtype, self.rows, ROWS=self.rows, GROUPS=self.groups, CHUNKS=config.chunks,
+                        CLUSTER=config.chunks if self.spread else 1, OWN_X=int(self.rounds_rows),
+                        RESIDENT=self.resident, NORMED=config.normed)
 
 
 class Rounding(NamedTuple):
@@ -177,8 +177,8 @@ class Rounding(NamedTuple):
     def threads(self) -> int:
         return min(-(-self.inner // 256) * 32, ROUNDERS)
 
-    def options(self, form: KernelForm, dtype: torch.dtype) -> tuple[str, ...]:
-        return _defined(form, dtype, INPUTS=self.inner, NORMED=int(form.normed > 0), ROUNDERS=self.threads)
+    def options(self, config: KernelConfig, dtype: torch.dtype) -> tuple[str, ...]:
+        return _defined(config, dtype, INPUTS=self.inner, NORMED=int(config.normed > 0), ROUNDERS=self.threads)
 
 
 class Cut(NamedTuple):
@@ -242,16 +242,16 @@ class Cut(NamedTuple):
         return tensor_map(values.data_ptr(), BYTES, (shape.inner, shape.channels), (shape.inner,),
                           (STEP, min(box, shape.stored)))
 
-    def options(self, form: KernelForm, dtype: torch.dtype) -> tuple[str, ...]:
-        return _options(form, dtype, self.channels, CHANNELS=self.channels, GROUPS=self.groups, LEAD=LEAD)
+    def options(self, config: KernelConfig, dtype: torch.dtype) -> tuple[str, ...]:
+        return _options(config, dtype, self.channels, CHANNELS=self.channels, GROUPS=self.groups, LEAD=LEAD)
 
 
-def _options(form: KernelForm, dtype: torch.dtype, width: int, **more: int) -> tuple[str, ...]:
-    return _defined(form, dtype, GATED=int(form.gated), **more, **sums_options(width))
+def _options(config: KernelConfig, dtype: torch.dtype, width: int, **more: int) -> tuple[str, ...]:
+    return _defined(config, dtype, GATED=int(config.gated), **more, **sums_options(width))
 
 
-def _defined(form: KernelForm, dtype: torch.dtype, **more: object) -> tuple[str, ...]:
-    defined = {"BLOCKED": int(form.blocked), "X_BF16": int(dtype is torch.bfloat16), **more}
+def _defined(config: KernelConfig, dtype: torch.dtype, **more: object) -> tuple[str, ...]:
+    defined = {"BLOCKED": int(config.blocked), "X_BF16": int(dtype is torch.bfloat16), **more}
     return tuple(f"-D{name}={value}" for name, value in defined.items())
 
 
@@ -376,7 +376,7 @@ def _multiply(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, in
     rounding, rounded = shape.rounding
     if not cut.norms(shape):
         shape = shape._replace(normed=False)
-    found = kernels(cut, shape.form, x.dtype, x.device)
+    found = kernels(cut, shape.config, x.dtype, x.device)
     assert found is not None, "there are kernels"
     blocks = cut.blocks(rows, shape, count)
     stages = cut.stages(shape, blocks, count)
@@ -412,26 +412,27 @@ def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, m
     wanted: dict[Path, set[tuple[str, ...]]] = {}
     for shape in set(shapes):
         found = {choose_cut(count, shape, processors(device)) for count in rows}
-        used: list[tuple[FewCut | Cut | Rounding, KernelForm]] = [
-            (cut, shape.form) for cut in found if cut.norms(shape) or not shape.normed]
+        used: list[tuple[FewCut | Cut | Rounding, KernelConfig]] = [
+            (cut, shape.config) for cut in found if cut.norms(shape) or not shape.normed]
         if not shape.normed or shape.inner <= MOST_NORMED:
             used.append(shape.rounding)
-        for each, form in used:
-            wanted.setdefault(each.source, set()).add(each.options(form, dtype))
+        for each, config in used:
+            wanted.setdefault(each.source, set()).add(each.options(config, dtype))
     for source, options in wanted.items():
         compile_ahead(source, options, device)
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether there are kernels for a device; it is logged if a CUDA device has none."""
-    return kernels(FewCut(32, 2), KernelForm(False, False, CHUNKS), dtype, device) is not None
+    return kernels(FewCut(32, 2), KernelConfig(False, False, CHUNKS), dtype, device) is not None
 
 
 @cache
-def kernels(cut: FewCut | Cut | Rounding, form: KernelForm, dtype: torch.dtype, device: torch.device) -> Module | None:
+def kernels(cut: FewCut | Cut | Rounding, config: KernelConfig, dtype: torch.dtype,
+            device: torch.device) -> Module | None:
     """Return the kernels of a cut, or None if there are none."""
     if device.type != "cuda" or torch.version.hip or dtype not in TYPES:
         return None
     unsupported = "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
-    return module_or_none(cut.source, cut.options(form, dtype), device,
+    return module_or_none(cut.source, cut.options(config, dtype), device,
                           "FP8 weights are dequantised for every product", "" if capable(device) else unsupported)

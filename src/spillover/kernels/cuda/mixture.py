@@ -38,7 +38,7 @@ FEW: Tiles = (Tile(1, 16, EXPERT_ROW, 4, 1, "experts_gate_up_pairs"),
 
 
 @dataclass(frozen=True)
-class KernelForm:
+class KernelConfig:
     """The constants of a format in mixture.cu."""
 
     name: str  # FORMAT in mixture.cu
@@ -65,20 +65,20 @@ class KernelForm:
                 for tokens, stages in self.stages.items()}
 
 
-def _int_form(name: str, bits: int, sums: int) -> KernelForm:
+def _int_config(name: str, bits: int, sums: int) -> KernelConfig:
     stages = {16: 5, 64: 4, 128: 4} if bits == 4 else {16: 3, 64: 3, 128: 4}
     slot = 256 * bits + max(64 * sums, 16 * bits)
-    return KernelForm(name, 1, slot, (4, 3 if bits == 4 else 2), stages, sums)
+    return KernelConfig(name, 1, slot, (4, 3 if bits == 4 else 2), stages, sums)
 
 
-KERNEL_FORMS = {Mxfp4.experts.code: KernelForm("Mxfp4", 3, 1024 + 64, (2, 1), {16: 5, 64: 4, 128: 4}),
-                Fp8Block.experts.code: KernelForm("Fp8", 1, 2048, (4, 2), {16: 3, 64: 3, 128: 4}),
-                **{IntExperts(GroupedInt(bits, group)).experts.code:
-                       _int_form(f"Int{bits}_{group}", bits, EXPERT_ROW // group)
-                   for bits in (4, 8) for group in GROUPS},
-                **{GgufExperts(*kind).experts.code: _int_form(
-                       f"Gguf{kind[0]}{'_halves' * kind[1]}{'_offset' * kind[2]}", kind[0],
-                       EXPERT_ROW // CODE_BLOCK * GgufExperts(*kind).numbers) for kind in KINDS}}
+KERNEL_CONFIGS = {Mxfp4.experts.code: KernelConfig("Mxfp4", 3, 1024 + 64, (2, 1), {16: 5, 64: 4, 128: 4}),
+                  Fp8Block.experts.code: KernelConfig("Fp8", 1, 2048, (4, 2), {16: 3, 64: 3, 128: 4}),
+                  **{IntExperts(GroupedInt(bits, group)).experts.code:
+                         _int_config(f"Int{bits}_{group}", bits, EXPERT_ROW // group)
+                     for bits in (4, 8) for group in GROUPS},
+                  **{GgufExperts(*kind).experts.code: _int_config(
+                         f"Gguf{kind[0]}{'_halves' * kind[1]}{'_offset' * kind[2]}", kind[0],
+                         EXPERT_ROW // CODE_BLOCK * GgufExperts(*kind).numbers) for kind in KINDS}}
 
 
 class Product(ctypes.Structure):
@@ -95,27 +95,28 @@ def cuda_gemm(gemm: GroupedGemm, x: Tensor, inner: int, k: int) -> GroupedGemm:
 
     The choice does not depend on the number of tokens.
     """
-    form = KERNEL_FORMS.get(gemm.code)
-    if not gemm.ordered or form is None or x.dtype is not torch.bfloat16:
+    config = KERNEL_CONFIGS.get(gemm.code)
+    if not gemm.ordered or config is None or x.dtype is not torch.bfloat16:
         return gemm
     if x.shape[1] % ALIGNED or inner % ALIGNED or k > MOST_EXPERTS:
         return gemm
-    found = kernels(form.name, x.device)
-    if found is None or max(form.few_shared(inner, k)) > found.shared:
+    found = kernels(config.name, x.device)
+    if found is None or max(config.few_shared(inner, k)) > found.shared:
         return gemm
-    many = {UP_TO[tokens]: tiles for tokens, tiles in form.many.items() if form.many_shared(tiles[0]) <= found.shared}
+    many = {UP_TO[tokens]: tiles for tokens, tiles in config.many.items()
+            if config.many_shared(tiles[0]) <= found.shared}
     return replace(gemm, code=gemm.code + CUDA, few=FEW, many=many, input_dtypes={torch.bfloat16: torch.float16})
 
 
 @cache
-def kernels(form: str, device: torch.device) -> Module | None:
+def kernels(name: str, device: torch.device) -> Module | None:
     """Return the kernels for a format, or None if there are none, which is logged for a CUDA device."""
     if device.type != "cuda":
         return None
     unsupported = ""
     if (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
         unsupported = "compute capability {}.{}, and others need {}.{}".format(*capability, *CAPABILITY)
-    return module_or_none(SOURCE, (f"-DFORMAT={form}",), device, "mixtures go through Triton's kernels", unsupported)
+    return module_or_none(SOURCE, (f"-DFORMAT={name}",), device, "mixtures go through Triton's kernels", unsupported)
 
 
 def pair_products(
@@ -125,7 +126,7 @@ def pair_products(
     """Multiply as kernels.triton.moe.moe.pair_products does, but do not use `parts` if there is an `out`."""
     pairs, k = ids.numel(), ids.shape[1]
     begins_early = pdl_options(x.device)["EARLY"]
-    shared = KERNEL_FORMS[second.gemm.code].few_shared(second.width, k)
+    shared = KERNEL_CONFIGS[second.gemm.code].few_shared(second.width, k)
     product = _product(x, first, h, k, limit, slots)
     product.ids = ids.data_ptr()
     _launch(first, x.device, tiles[0], pairs, product, shared[0], begins_early)
@@ -143,7 +144,7 @@ def tile_products(
         product = _product(given, stack, out, k, limit if stack is first else None, slots)
         product.places, product.order = places.data_ptr(), order.data_ptr()
         # The second product reads its weights before the first has completed.
-        _launch(stack, x.device, tile, len(places), product, KERNEL_FORMS[stack.gemm.code].many_shared(tile),
+        _launch(stack, x.device, tile, len(places), product, KERNEL_CONFIGS[stack.gemm.code].many_shared(tile),
                 stack is second and pdl_options(x.device)["EARLY"])
 
 
@@ -164,6 +165,6 @@ def _product(x: Tensor, stack: Experts, out: Tensor, k: int, limit: float | None
 def _launch(stack: Experts, device: torch.device, tile: Tile, places: int, product: Product, shared: int,
             early: bool) -> None:
     """Launch one block per `tile.rows` rows of the weights, for each of the `places`."""
-    found = kernels(KERNEL_FORMS[stack.gemm.code].name, device)
+    found = kernels(KERNEL_CONFIGS[stack.gemm.code].name, device)
     assert found is not None, "cuda_gemm has compiled them"
     found.launch(tile.kernel, places * -(-product.rows // tile.rows), tile.warps * 32, product, shared, early)

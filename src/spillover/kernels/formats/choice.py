@@ -51,16 +51,16 @@ class Dequantized(Dense):
     that a checkpoint did not quantise, though its configuration says so, is loaded as it is."""
 
     base: WeightFormat = DENSE
-    form: WeightFormat | None = None  # format of all matrices, which a device may keep instead; None: none
+    weight_format: WeightFormat | None = None  # format of all matrices, which a device may keep instead; None: none
 
     def packed(self, width: int, shape: LinearShape) -> WeightFormat:
         """Return what the matrices' own format becomes, if it has panels; else those of float32."""
-        kept = self.form and self.form.packed(width, shape)
-        return kept if kept and kept != self.form else super().packed(width, shape)
+        kept = self.weight_format and self.weight_format.packed(width, shape)
+        return kept if kept and kept != self.weight_format else super().packed(width, shape)
 
     def on_cuda(self, shape: LinearShape) -> WeightFormat:
-        kept = self.form and self.form.on_cuda(shape)
-        return kept if kept and kept != self.form else self
+        kept = self.weight_format and self.weight_format.on_cuda(shape)
+        return kept if kept and kept != self.weight_format else self
 
     @property
     def dequantized_from(self) -> WeightFormat:

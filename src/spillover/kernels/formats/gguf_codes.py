@@ -203,13 +203,13 @@ class GgufCodes(Panels):
 
 def pack_codes(parts: Sequence[Codes], arena: Arena | None = None) -> Linear:
     """Pack weights into a linear, concatenated along rows. `arena`: allocator of panels that stay in memory."""
-    form = GgufCodes(tuple(part.form for part in parts))
+    weight_format = GgufCodes(tuple(part.form for part in parts))
     shape = LinearShape(tuple(part.values.shape[0] for part in parts), parts[0].values.shape[1])
-    (field,) = form.fields(shape, "float32")
+    (field,) = weight_format.fields(shape, "float32")
     packed = (torch.empty(field.shape, dtype=torch.uint8) if arena is None
               else arena.empty(field.nbytes // 4).view(torch.uint8))
-    form.pack(parts, packed)
-    return Linear(form, shape, (packed,))
+    weight_format.pack(parts, packed)
+    return Linear(weight_format, shape, (packed,))
 
 
 def unpack_codes(w: Linear) -> Tensor:

@@ -80,9 +80,10 @@ class IntExperts(WeightFormat):
 
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         codes, words = w.tensors
-        form = GroupedInt(self.base.bits, self.group, "float32", zeros=True)
+        weight_format = GroupedInt(self.base.bits, self.group, "float32", zeros=True)
         scales = (words & ~ZERO).view(torch.float32)
-        return form.dequantize(Linear(form, w.shape, (codes, scales, (words & ZERO).to(torch.uint8))), dtype)
+        tensors = codes, scales, (words & ZERO).to(torch.uint8)
+        return weight_format.dequantize(Linear(weight_format, w.shape, tensors), dtype)
 
     def host_code(self, dtype: torch.dtype) -> int | None:
         return HOST_CODE + self._index

@@ -133,5 +133,5 @@ def pack(weight: Tensor) -> Linear:
     library = native.library()
     if library is None or not native.serves(weight):
         return Linear(DENSE, shape, (weight,))
-    form = Packed(library.panel_width())
-    return Linear(form, shape, (form.pack(weight),))
+    weight_format = Packed(library.panel_width())
+    return Linear(weight_format, shape, (weight_format.pack(weight),))

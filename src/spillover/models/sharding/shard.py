@@ -208,10 +208,10 @@ def _gate_up_rows(spec: WeightSpec, source: Source, part: tuple[int, int], inner
     return (((2 * part[0], 2 * part[1]),),)
 
 
-def _format(spec: WeightSpec, form: WeightFormat, cut: _SpecCut) -> WeightFormat:
+def _format(spec: WeightSpec, weight_format: WeightFormat, cut: _SpecCut) -> WeightFormat:
     sizes = spec.linear.output_sizes if cut.rows is None else tuple(map(_length, cut.rows[0]))
     start, stop = cut.columns or (0, spec.shape[-1])
-    return form.for_part(LinearShape(sizes, stop - start), cut.columns)
+    return weight_format.for_part(LinearShape(sizes, stop - start), cut.columns)
 
 
 def _names(name: str, source: Source, spec: WeightSpec, cut: _SpecCut) -> Iterator[tuple[str, str]]:
@@ -252,12 +252,12 @@ def _matrix_cuts(spec: WeightSpec, source: Source, local: str, stored: str, whol
     return found
 
 
-def _field_ranges(form: WeightFormat, index: int, name: str, field: Field, size: tuple[int, int], rows: Ranges,
+def _field_ranges(weight_format: WeightFormat, index: int, name: str, field: Field, size: tuple[int, int], rows: Ranges,
                   columns: tuple[int, int] | None, shard: Shard) -> list[Ranges | None]:
     """Return the ranges of a stored tensor. The shapes that its format stores for matrices of other sizes show how each
     of its dimensions counts rows or columns: by packed words, groups or blocks."""
     def stored(matrix_rows: int, matrix_columns: int) -> Sequence[int]:
-        return form.readable(name, matrix_rows, matrix_columns)[index].shape
+        return weight_format.readable(name, matrix_rows, matrix_columns)[index].shape
 
     def cut(dim: int, bounds: Ranges, of_rows: bool) -> Ranges:
         def place(bound: int, times: int = 1) -> int:
@@ -268,7 +268,7 @@ def _field_ranges(form: WeightFormat, index: int, name: str, field: Field, size:
         for bound in {bound for pair in bounds for bound in pair} - {size[0] if of_rows else size[1]}:
             if place(bound, _MANY) != _MANY * place(bound):
                 raise _refused(shard, name, f"a part of it would end within a group of its quantisation "
-                                            f"({form.quant_method})")
+                                            f"({weight_format.quant_method})")
         return tuple((place(start), place(stop)) for start, stop in bounds)
 
     ranges: list[Ranges | None] = [None] * len(field.shape)

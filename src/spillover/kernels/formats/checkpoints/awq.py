@@ -57,7 +57,7 @@ def _unpacked(words: Tensor, columns: int) -> Tensor:
 class Awq(FormatChoice):
     """An AWQ checkpoint: all linears of layers are quantised but routers and listed modules."""
 
-    form: AwqInt = AwqInt()
+    weight_format: AwqInt = AwqInt()
     dense: tuple[str, ...] = ()  # listed modules, which are not quantised
     quant_method = "awq"
 
@@ -74,4 +74,4 @@ class Awq(FormatChoice):
 
     def stored_as(self, module: str) -> WeightFormat:
         dense = ".layers." not in module or module.endswith(".gate") or is_listed(module, self.dense)
-        return DENSE if dense else self.form
+        return DENSE if dense else self.weight_format

@@ -128,9 +128,9 @@ class CompressedTensors(FormatChoice):
                 raise settings.unsupported(f"config_groups {name}", scheme, "an object")
             group = Settings(METHOD, scheme)
             weights = group.section("weights")
-            form = _form(weights, group.get("format") or settings.get("format"), settings.get("dtype"),
-                         group.section("input_activations"))
-            groups += [(target, form) for target in group.names("targets")]
+            found = _weight_format(weights, group.get("format") or settings.get("format"), settings.get("dtype"),
+                                   group.section("input_activations"))
+            groups += [(target, found) for target in group.names("targets")]
         if not groups:
             raise settings.unsupported("config_groups", settings.get("config_groups"), "one group or more with targets")
         ignored = settings.names("ignore")
@@ -141,13 +141,13 @@ class CompressedTensors(FormatChoice):
 
     @property
     def experts(self) -> GroupedGemm | None:
-        return next((gemm for _, form in self.groups if (gemm := form.for_experts(()).experts) is not None), None)
+        return next((gemm for _, found in self.groups if (gemm := found.for_experts(()).experts) is not None), None)
 
     def stored_as(self, module: str) -> WeightFormat:
         if module.endswith("embed_tokens") or any(_names(name, module) or name == "Linear" for name in self.ignored):
             return DENSE
-        named = [form for target, form in self.groups if _names(target, module)]
-        by_class = [form for target, form in self.groups if target == "Linear"]
+        named = [weight_format for target, weight_format in self.groups if _names(target, module)]
+        by_class = [weight_format for target, weight_format in self.groups if target == "Linear"]
         return next(iter(named + by_class), DENSE)
 
 
@@ -157,7 +157,8 @@ def _names(target: str, module: str) -> bool:
     return target == module
 
 
-def _form(weights: Mapping[str, Any], stored: object, dtype: object, inputs: Mapping[str, Any]) -> WeightFormat:
+def _weight_format(weights: Mapping[str, Any], stored: object, dtype: object,
+                   inputs: Mapping[str, Any]) -> WeightFormat:
     """Return the format of a scheme's weights; DENSE if it has none."""
     if not weights:
         return DENSE
@@ -168,11 +169,11 @@ def _form(weights: Mapping[str, Any], stored: object, dtype: object, inputs: Map
     if stored == "naive-quantized":
         stored = f"{kind}-quantized"
     if stored in ("pack-quantized", "int-quantized"):
-        return _int_form(settings, stored == "pack-quantized", dtype)
+        return _int_format(settings, stored == "pack-quantized", dtype)
     settings.one_of("type", ("float",), "int")
     settings.one_of("symmetric", (True,), True)
     if stored == "float-quantized":
-        return _fp8_form(settings, inputs)
+        return _fp8_format(settings, inputs)
     settings.one_of("num_bits", (4,), 8)
     if stored == "nvfp4-pack-quantized":
         settings.one_of("group_size", (16,))
@@ -181,7 +182,7 @@ def _form(weights: Mapping[str, Any], stored: object, dtype: object, inputs: Map
     return PackedMxfp4()
 
 
-def _int_form(settings: Settings, packed: bool, dtype: object) -> WeightFormat:
+def _int_format(settings: Settings, packed: bool, dtype: object) -> WeightFormat:
     settings.one_of("type", ("int",), "int")
     bits = settings.one_of("num_bits", (4, 8), 8)
     group = settings.group(("group_size",), -1)
@@ -200,7 +201,7 @@ def _int_form(settings: Settings, packed: bool, dtype: object) -> WeightFormat:
     return PlainInt(8, group, scale_dtype, zeros, per_tensor=strategy == "tensor")
 
 
-def _fp8_form(settings: Settings, inputs: Mapping[str, Any]) -> WeightFormat:
+def _fp8_format(settings: Settings, inputs: Mapping[str, Any]) -> WeightFormat:
     activations = "none" if not inputs else "dynamic" if inputs.get("dynamic") else "static"
     settings.one_of("num_bits", (8,), 8)
     strategy = settings.one_of("strategy", ("tensor", "channel", "block"), "tensor")

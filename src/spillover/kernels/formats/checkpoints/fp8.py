@@ -20,7 +20,7 @@ from spillover.kernels.formats.grouped_gemm import GroupedGemm
 class Fp8(FormatChoice):
     """An FP8 checkpoint: all linears are quantised but listed ones, and those stored in a wider type."""
 
-    form: WeightFormat = FP8_BLOCK
+    weight_format: WeightFormat = FP8_BLOCK
     dense: tuple[str, ...] = ()  # listed modules, which are not quantised
     quant_method = "fp8"
 
@@ -37,7 +37,7 @@ class Fp8(FormatChoice):
 
     @property
     def experts(self) -> GroupedGemm | None:
-        return self.form.for_experts(()).experts
+        return self.weight_format.for_experts(()).experts
 
     def stored_as(self, module: str) -> WeightFormat:
-        return DENSE if is_listed(module, self.dense) else self.form
+        return DENSE if is_listed(module, self.dense) else self.weight_format

@@ -71,7 +71,7 @@ class GptqInt(GroupedInt):
 class Gptq(FormatChoice):
     """A GPTQ checkpoint: the linears of layers but routers are quantised, with overrides for single modules."""
 
-    form: GptqInt = GptqInt()
+    weight_format: GptqInt = GptqInt()
     lm_head: bool = False  # whether lm_head is quantised
     listed: tuple[str, ...] = ()  # suffixes of the modules that are quantised; empty: all
     overrides: tuple[tuple[re.Pattern[str], GptqInt | None], ...] = ()  # the first match applies; None: not quantised
@@ -88,24 +88,24 @@ class Gptq(FormatChoice):
             sign, pattern = (key[0], key[2:]) if key[:2] in ("-:", "+:") else ("+", key)
             if not isinstance(value, Mapping):
                 raise settings.unsupported(f"dynamic {key}", value, "an object")
-            form = None if sign == "-" else _form(Settings("gptq", {**quantization, **value}))
-            overrides.append((settings.pattern("dynamic", pattern), form))
+            weight_format = None if sign == "-" else _weight_format(Settings("gptq", {**quantization, **value}))
+            overrides.append((settings.pattern("dynamic", pattern), weight_format))
         blocks = settings.get("modules_in_block_to_quantize") or []
         flat = [name for block in blocks for name in (block if isinstance(block, list) else [block])] if isinstance(
             blocks, list) else blocks
         listed = Settings("gptq", {"modules_in_block_to_quantize": flat}).names("modules_in_block_to_quantize")
-        return cls(_form(settings), settings.flag("lm_head", False), listed, tuple(overrides))
+        return cls(_weight_format(settings), settings.flag("lm_head", False), listed, tuple(overrides))
 
     def stored_as(self, module: str) -> WeightFormat:
         if ".layers." not in module and not (module == "lm_head" and self.lm_head):
             return DENSE
         if module.endswith(".gate") or (self.listed and ".layers." in module and not module.endswith(self.listed)):
             return DENSE
-        found = next((form for pattern, form in self.overrides if pattern.match(module)), self.form)
+        found = next((override for pattern, override in self.overrides if pattern.match(module)), self.weight_format)
         return DENSE if found is None else found
 
 
-def _form(settings: Settings) -> GptqInt:
+def _weight_format(settings: Settings) -> GptqInt:
     bits = settings.one_of("bits", (4, 8))
     group = settings.group(("group_size",), -1)
     version = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")

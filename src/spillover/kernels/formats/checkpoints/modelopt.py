@@ -28,7 +28,7 @@ ALGORITHMS: dict[str, WeightFormat] = {  # by quant_algo
 class ModelOpt(FormatChoice):
     """A ModelOpt checkpoint: all linears are quantised but excluded ones, given by names with wildcards."""
 
-    form: WeightFormat = ALGORITHMS["FP8"]
+    weight_format: WeightFormat = ALGORITHMS["FP8"]
     dense: tuple[str, ...] = ()  # excluded modules, which are not quantised
     quant_method = "modelopt"
 
@@ -36,17 +36,17 @@ class ModelOpt(FormatChoice):
     def from_config(cls, quantization: Mapping[str, Any]) -> Self:
         settings = Settings("modelopt", quantization)
         settings = Settings("modelopt", settings.section("quantization") or quantization)
-        form = ALGORITHMS[settings.one_of("quant_algo", tuple(ALGORITHMS))]
-        if isinstance(form, Nvfp4):
+        weight_format = ALGORITHMS[settings.one_of("quant_algo", tuple(ALGORITHMS))]
+        if isinstance(weight_format, Nvfp4):
             settings.one_of("group_size", (GROUP,), GROUP)
-        return cls(form, settings.names("exclude_modules", "ignore"))
+        return cls(weight_format, settings.names("exclude_modules", "ignore"))
 
     @property
     def experts(self) -> GroupedGemm | None:
-        return self.form.for_experts(()).experts
+        return self.weight_format.for_experts(()).experts
 
     def stored_as(self, module: str) -> WeightFormat:
         if module.endswith("embed_tokens"):
             return DENSE
         listed = any(fnmatchcase(module, name) or module.startswith(f"{name}.") for name in self.dense)
-        return DENSE if listed else self.form
+        return DENSE if listed else self.weight_format
