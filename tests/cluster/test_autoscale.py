@@ -103,7 +103,7 @@ def test_a_replica_that_is_lost_or_full_keeps_the_others() -> None:
     scaler = Autoscaler(ScaleSettings(1, 4, 1.0, 1.0))
     for now in range(10):  # one is being restarted: the load is not yet meaningful
         assert scaler.decide(Observed(3, 2, 0), float(now)) == 3
-    for now in range(10, 20):  # no prompt waits, but decoding requests occupy the slots
+    for now in range(10, 20):  # no prompt waits, but decoding requests occupy the batch
         assert scaler.decide(Observed(3, 3, 0, 0.0, 0.0, 0.5), float(now)) == 3
     assert [scaler.decide(Observed(3, 3, 0, 0.0, 0.0, 0.3), float(now)) for now in (20, 21)] == [3, 2]
 
@@ -113,7 +113,7 @@ def test_what_is_seen_of_a_fleet_is_what_its_replicas_have_to_do() -> None:
     for place in range(3):
         replica = fleet.add(f"replica-{place}")
         replica.ready = place < 2
-        replica.update(ReplicaReport(token_seconds=0.01, slots=2))
+        replica.update(ReplicaReport(token_seconds=0.01, max_num_seqs=2))
     for _ in range(3):
         prompt = Prompt(100)
         decision = fleet.decide(prompt, 0.0)

@@ -56,7 +56,7 @@ class Load:
     running: int = 0  # number of sequences that decode
     excess_running: int = 0  # running sequences beyond the least busy replica's: the part a request avoids elsewhere
     open: int = 0  # number of running and waiting sequences
-    slots: int = 1 << 30  # maximum number of running sequences
+    max_num_seqs: int = 1 << 30  # maximum number of running sequences
     sequence_seconds: float = 0.0  # mean time that a sequence holds its slot
     device_use: float = 0.0  # share of the device's blocks that hold KV, 0 to 1
 
@@ -91,9 +91,9 @@ class Prediction(NamedTuple):
 
 def queue_seconds(load: Load) -> float:
     """Return how long a request waits: for the prompts before it, and for a slot if all are taken."""
-    if load.open < load.slots:
+    if load.open < load.max_num_seqs:
         return load.backlog_seconds
-    return load.backlog_seconds + (load.open - load.slots + 1) * load.sequence_seconds / load.slots
+    return load.backlog_seconds + (load.open - load.max_num_seqs + 1) * load.sequence_seconds / load.max_num_seqs
 
 
 def predict(demand: Demand, match: Match, rates: Rates, load: Load, reuse: float = 0.0) -> Prediction:

@@ -85,7 +85,7 @@ class ReplicaReport:
 
     token_seconds: float | None = None
     block_seconds: Mapping[str, float] = field(default_factory=dict)
-    slots: int | None = None
+    max_num_seqs: int | None = None
     device_blocks: int | None = None
     device_blocks_used: int | None = None
     waiting_tokens: int = 0  # prompt tokens waiting, of all its clients
@@ -145,7 +145,8 @@ class Replica:
         if report.device_blocks:
             use = max(report.device_blocks_used or 0, held_blocks) / report.device_blocks
         return Load(backlog_seconds=self.backlog(now), running=running, open=running + len(self._waiting),
-                    slots=report.slots or 1 << 30, sequence_seconds=self._sequence_seconds, device_use=use)
+                    max_num_seqs=report.max_num_seqs or 1 << 30, sequence_seconds=self._sequence_seconds,
+                    device_use=use)
 
     def backlog(self, now: float) -> float:
         """Return the work in seconds of the prompts waiting there, less the time already spent on the first."""

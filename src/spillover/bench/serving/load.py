@@ -144,8 +144,8 @@ class _Generator:
         self._tls = _tls(options.insecure) if parts.scheme == "https" else None
         self._headers = (("Content-Type", "application/json"), TIMINGS_HEADER, *options.headers)
         self._share, self._options, self._report_progress = share, options, report_progress
-        limit = options.arrivals.max_concurrency
-        self._slots = contextlib.nullcontext() if limit is None else asyncio.Semaphore(limit)
+        most = options.arrivals.max_concurrency
+        self._limit = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
         self._start = 0.0
         self._idle: list[Connection] = []
         self._records: list[RequestRecord] = []
@@ -194,7 +194,7 @@ class _Generator:
                     wake = max(wake, self._start + request.at)
                 await sleep_until(wake)
                 due = None if due is None else wake
-            async with self._slots:
+            async with self._limit:
                 if self._over():
                     return
                 failure = await self._request(index, request, conversation, due, turn + 1 < len(chain.turns))

@@ -17,7 +17,7 @@ from spillover.cluster.predict import queue_seconds
 
 UP_SECONDS = 2.0  # time that the wait must stay too long before scaling up, so that a short burst has no effect
 SLACK_BACKLOG = 0.25  # share of the wanted backlog, ...
-SLACK_BUSY = 0.6  # ... and of time and slots, that the fleet may reach with one replica fewer
+SLACK_BUSY = 0.6  # ... and of time and sequences, that the fleet may reach with one replica fewer
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Observed(NamedTuple):
     starting: int  # number of these that have not served yet
     backlog_seconds: float = 0.0  # predicted wait of a request, summed over the ready replicas
     busy: float = 0.0  # share of time that the ready replicas compute prompts, 0 to 1
-    occupied: float = 0.0  # share of their sequence slots in use; above 1 if requests wait for one
+    occupied: float = 0.0  # their requests as a share of the sequences that they can run; above 1 if requests wait
 
 
 def observe(fleet: Fleet, now: float, wanted: Collection[int], starting: Collection[int] = ()) -> Observed:
     """Return a fleet's load. `wanted`: indices of the replicas that count, without those being removed."""
     ready = [replica for replica in fleet.replicas if replica.index in wanted and replica.usable(now)]
     loads = [replica.load(now) for replica in ready]
-    slots = sum(load.slots for load in loads)
+    sequences = sum(load.max_num_seqs for load in loads)
     return Observed(len(wanted), len(ready), len(starting), sum(queue_seconds(load) for load in loads),
-                    fleet.busy(now), sum(load.open for load in loads) / slots if slots else 0.0)
+                    fleet.busy(now), sum(load.open for load in loads) / sequences if sequences else 0.0)
 
 
 class Autoscaler:

@@ -262,15 +262,17 @@ class ManyCut(NamedTuple):
     def threads(self) -> int:
         return (self.channels * self.teams + 1) * 128
 
-    def slots(self, form: TileForm) -> int:
+    def chunk_sums_bytes(self, form: TileForm) -> int:
         """Return the bytes that hold sums of chunks: their total, unless registers hold it, or all but a block's last,
         which uses the memory of stages."""
         if self.spread == 1:  # TOTALS in coded_many.cuh
-            return 0 if self.tiles * self.channels < (64 if form.folded and self.channels == 2 else 32) else self.slot
-        return self.slot * (CHUNKS // (self.spread * self.teams) - 1)
+            in_registers = self.tiles * self.channels < (64 if form.folded and self.channels == 2 else 32)
+            return 0 if in_registers else self.sum_bytes
+        return self.sum_bytes * (CHUNKS // (self.spread * self.teams) - 1)
 
     @property
-    def slot(self) -> int:
+    def sum_bytes(self) -> int:
+        """Return the bytes of the sums of one chunk of each team."""
         return self.tiles * self.channels * self.teams * 2048
 
     def stage(self, form: TileForm) -> int:
@@ -285,11 +287,11 @@ class ManyCut(NamedTuple):
 
     def stages(self, form: TileForm) -> int:
         """Return the number of stages that fit into shared memory, as many for each team."""
-        return (SHARED - self.slots(form)) // self.stage(form) // self.teams * self.teams
+        return (SHARED - self.chunk_sums_bytes(form)) // self.stage(form) // self.teams * self.teams
 
     def shared(self, form: TileForm, stages: int) -> int:
         """Return the bytes of shared memory that a block takes."""
-        return self.slots(form) + max(stages * self.stage(form), self.slot if self.spread > 1 else 0)
+        return self.chunk_sums_bytes(form) + max(stages * self.stage(form), self.sum_bytes if self.spread > 1 else 0)
 
     def serves(self, form: TileForm) -> bool:
         """Return whether enough stages fit into shared memory."""

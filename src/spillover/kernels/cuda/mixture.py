@@ -43,20 +43,20 @@ class KernelConfig:
 
     name: str  # FORMAT in mixture.cu
     chunk: int  # steps of EXPERT_ROW inputs in a chunk
-    slot: int  # bytes of a warp's codes in a step
+    warp_bytes: int  # bytes of a warp's codes in a step
     each: tuple[int, int]  # chunks in flight to a warp, for each of the two products
     stages: Mapping[int, int]  # steps in flight to a block, by tokens of a tile
     sums: int = 1  # number of sums of a chunk, each with its own factor
 
     def few_shared(self, inner: int, k: int) -> tuple[int, int]:
         """Return the bytes of shared memory of a block of each of the two products of a few tokens."""
-        item = self.chunk * (self.slot + 2 * EXPERT_ROW)
+        item = self.chunk * (self.warp_bytes + 2 * EXPERT_ROW)
         chunks = -(-inner // (self.chunk * EXPERT_ROW))
         up, down = (tile.warps * each for tile, each in zip(FEW, self.each, strict=True))
         return up * item, down * item + k * (chunks * self.sums * 8 * 16 + 8 * 8)
 
     def many_shared(self, tile: Tile) -> int:
-        return self.stages[tile.tokens] * (tile.tokens * 2 * EXPERT_ROW + tile.warps * self.slot)
+        return self.stages[tile.tokens] * (tile.tokens * 2 * EXPERT_ROW + tile.warps * self.warp_bytes)
 
     @cached_property
     def many(self) -> dict[int, Tiles]:
@@ -67,8 +67,8 @@ class KernelConfig:
 
 def _int_config(name: str, bits: int, sums: int) -> KernelConfig:
     stages = {16: 5, 64: 4, 128: 4} if bits == 4 else {16: 3, 64: 3, 128: 4}
-    slot = 256 * bits + max(64 * sums, 16 * bits)
-    return KernelConfig(name, 1, slot, (4, 3 if bits == 4 else 2), stages, sums)
+    warp_bytes = 256 * bits + max(64 * sums, 16 * bits)
+    return KernelConfig(name, 1, warp_bytes, (4, 3 if bits == 4 else 2), stages, sums)
 
 
 KERNEL_CONFIGS = {Mxfp4.experts.code: KernelConfig("Mxfp4", 3, 1024 + 64, (2, 1), {16: 5, 64: 4, 128: 4}),
