@@ -49,7 +49,7 @@ class RequestRecord:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RequestRecord:
         given = {**value, "chunks": tuple((float(at), int(count)) for at, count in value["chunks"])}
-        if "asked_output" in given:  # the name in runs recorded before November 2026
+        if "asked_output" in given:  # the name in runs recorded by earlier versions
             given["requested_output_len"] = given.pop("asked_output")
         return cls(**given)
 

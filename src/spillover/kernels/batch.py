@@ -51,7 +51,8 @@ class LayerWeights(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class DecodeScratch:
-    """Buffers for the sums of pieces of up to `items` items of sequences in `slots` slots; for one launch at a time."""
+    """Buffers for the sums of pieces of attention, up to `items` of them, of sequences in `slots` slots; for one launch
+    at a time."""
 
     sums: Tensor  # [items, H, D] float32
     stats: Tensor  # [items, H, 2] float32: largest score, sum of weights

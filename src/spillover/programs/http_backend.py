@@ -2,7 +2,7 @@
 
 If the server tokenizes (/tokenize), prompts are token ids, and forks share them exactly. Otherwise they are text and
 messages: sharing is up to the server, and `select` is not possible. If the tokenizer of a spillover server is also on
-this machine, text is tokenised locally, without a request for each text; chats are rendered by the server.
+this machine, text is tokenised locally, without a request per text; chats are rendered by the server.
 """
 
 from __future__ import annotations

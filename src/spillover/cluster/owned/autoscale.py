@@ -16,8 +16,8 @@ from spillover.cluster.fleet import Fleet
 from spillover.cluster.predict import queue_seconds
 
 UP_SECONDS = 2.0  # time that the wait must stay too long before scaling up, so that a short burst has no effect
-SLACK_BACKLOG = 0.25  # share of the wanted backlog, ...
-SLACK_BUSY = 0.6  # ... and of time and sequences, that the fleet may reach with one replica fewer
+SLACK_BACKLOG = 0.25  # scaling down: largest share of the wanted backlog that the fleet may have with one replica fewer
+SLACK_BUSY = 0.6  # scaling down: largest share of time and of sequences in use with one replica fewer
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Observed(NamedTuple):
     starting: int  # number of these that have not served yet
     backlog_seconds: float = 0.0  # predicted wait of a request, summed over the ready replicas
     busy: float = 0.0  # share of time that the ready replicas compute prompts, 0 to 1
-    occupied: float = 0.0  # their requests as a share of the sequences that they can run; above 1 if requests wait
+    occupied: float = 0.0  # requests of all replicas over the sequences that they can run; above 1 if requests wait
 
 
 def observe(fleet: Fleet, now: float, wanted: Collection[int], starting: Collection[int] = ()) -> Observed:

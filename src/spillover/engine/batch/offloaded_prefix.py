@@ -96,7 +96,7 @@ class StagedPrefix:
 
     def segments(self, layer: int) -> Iterator[Tensor]:
         for segment in range(self._segments):
-            # The caller of next() has finished reading the previous segment, whose buffer the next segment reuses.
+            # The caller of next() has finished reading the previous segment, whose buffer the next one reuses.
             index = layer * self._segments + segment
             self._begin(index)
             self._begin(index + 1)

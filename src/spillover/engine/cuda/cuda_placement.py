@@ -37,7 +37,7 @@ from spillover.plan.planner import Plan
 log = logging.getLogger("spillover.engine")
 
 LOG_ROWS = 1024  # steps that the routing log holds: the policy thread may lag behind by as many
-LITTLE = 8  # fewest experts per group for which the stream buffers are divided among three groups, not two
+LITTLE = 8  # minimum stream buffers per group for dividing them among three groups instead of two
 
 
 CudaExperts = PagedExperts | FetchedExperts  # experts of all layers of `table_layers`, which are numbered from 0

@@ -52,7 +52,7 @@ def encode(message: Launch | FromRank) -> bytes:
 
 
 def encode_rank_step(step: Step, running: int) -> bytes:
-    """Make the message of a step. `running`: number of earlier steps whose results rank 0 has not taken yet."""
+    """Encode a step for the other ranks. `running`: number of earlier steps whose results rank 0 has not taken yet."""
     return bytes([running]) + encode_step(step)
 
 

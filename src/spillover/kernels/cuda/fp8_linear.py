@@ -346,7 +346,8 @@ def add_norm_fp8_linear(
     if not len(x) or shape.inner > MOST_NORMED or not all(
             each.dtype is x.dtype and _in_vectors(each) for each in (x, residual, norm)):
         return None
-    row_counts = min(len(x), ROWS_AT_ONCE), (len(x) - 1) % ROWS_AT_ONCE + 1  # of the first product, and of the last
+    # Rows of the first product and of the last one.
+    row_counts = min(len(x), ROWS_AT_ONCE), (len(x) - 1) % ROWS_AT_ONCE + 1
     used = [cut or choose_cut(rows, shape, processors(x.device)) for rows in row_counts]
     if not all(_rounds_separately(each) or each.norms(shape) for each in used):
         return None

@@ -51,7 +51,7 @@ class Dequantized(Dense):
     that a checkpoint did not quantise, though its configuration says so, is loaded as it is."""
 
     base: WeightFormat = DENSE
-    weight_format: WeightFormat | None = None  # format of all matrices, which a device may keep instead; None: none
+    weight_format: WeightFormat | None = None  # common format of all matrices, which a device may keep; None: none
 
     def packed(self, width: int, shape: LinearShape) -> WeightFormat:
         """Return what the matrices' own format becomes, if it has panels; else those of float32."""

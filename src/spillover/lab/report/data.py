@@ -267,7 +267,7 @@ def _visit(results: Results, written: Mapping[str, Any]) -> Visit:
         Visit, written,
         metrics={name: value for name, value in (written.get("metrics") or {}).items() if value is not None},
         faults=tuple(_fault(fault) for fault in written.get("faults") or ()),
-        # "spoilt": the name in results recorded before November 2026
+        # "spoilt": the name in results recorded by earlier versions
         retried_faults=tuple(map(_fault, written.get("retried_faults") or written.get("spoilt") or ())),
         run=lambda: results.run(written),
         monitors_path=results.path / written["monitors"] if written.get("monitors") else None,
