@@ -149,3 +149,44 @@ def test_inputs_never_seen_leave_plain_rounding() -> None:
     found, plain = gptq_round(weight, known, 4, 32, torch.bfloat16), round_to_int(weight, 4, 32, torch.bfloat16)
     assert torch.equal(found.codes, plain.codes)
     assert torch.equal(found.scales, plain.scales)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels are off")
+@settings(deadline=None, max_examples=60)
+@given(bits=st.sampled_from(BITS), group=st.sampled_from([8, 24, 32, 64, 128]), groups=st.integers(1, 12),
+       rows=st.integers(1, 40), seed=st.integers(0, 99), size=st.sampled_from([1e-6, 0.05, 30.0]),
+       dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_native_columns_have_the_bits_of_torch(bits: int, group: int, groups: int, rows: int, seed: int, size: float,
+                                               dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(seed)
+    columns = group * groups
+    weight = torch.randn(rows, columns, generator=random) * size
+    weight[:, :group] *= seed % 2  # a group of zeros, every second time
+    x = inputs(columns)
+    known = InputStats.of(x.T @ x)
+    scales = int_scales(weight, bits, group, dtype, known.importance)
+    before = weight.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize, "int_scales", lambda *_: scales)  # the two searches for scales may differ
+        found = gptq_round(weight, known, bits, group, dtype)
+        patch.setattr(quantize.native, "library", lambda: None)
+        expected = gptq_round(weight, known, bits, group, dtype)
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels are off")
+def test_native_columns_leave_the_errors_of_torch() -> None:
+    weight, x = weights(columns=192), inputs(192)
+    known = InputStats.of(x.T @ x)
+    scales, states = int_scales(weight, 4, 32, torch.float32), []
+    for library in (native.library, lambda: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quantize.native, "library", library)
+            remaining, codes = weight.index_select(1, known.order), torch.zeros(weight.shape, dtype=torch.int8)
+            errors = quantize._round_columns(remaining, known.factor.contiguous(), scales, known.order, 64, 192, 4,
+                                             codes)
+            states.append((errors, remaining, codes))
+    assert all(torch.equal(found, expected) for found, expected in zip(*states, strict=True))
+    assert states[0][2].any()

@@ -14,11 +14,11 @@ E4M3_MAX = 448.0
 DAMPING = 0.01  # share of the mean diagonal of a sum of x xT that is added to its diagonal
 SHRINKS = 24  # number of scales tried for a group, from the one that clips nothing down to LEAST times it
 LEAST = 0.6
-BLOCK = 128  # columns that are rounded between two updates of all later columns
+BLOCK = 128  # columns rounded between two updates of all later columns; at most kBlock of native/quantize.cpp
 _NUMBERS = 1 << 18  # weights that the search for scales processes at a time
 _LEAST_SCALES = {torch.float16: 2.0**-24}  # by type: the smallest number above zero, for groups of zeros; others 1e-12
 _LANES = 16  # most floats that the native search loads at once
-_SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of their numbers in native/int_scales.cpp
+_SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of their numbers in native/quantize.cpp
 
 
 @dataclass(frozen=True)
@@ -124,23 +124,35 @@ def gptq_round(weight: Tensor, stats: InputStats, bits: int, group: int, dtype: 
     columns to make up for its error: GPTQ in activation order, with scales for groups of adjacent columns."""
     weight = weight.float()
     scales = int_scales(weight, bits, group, dtype, stats.importance)
-    wide = scales.float().repeat_interleave(group, 1)[:, stats.order]
-    remaining, factor, columns = weight[:, stats.order], stats.factor, weight.shape[1]
-    codes = torch.empty_like(remaining)
+    remaining, factor, columns = weight.index_select(1, stats.order), stats.factor.contiguous(), weight.shape[1]
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     for start in range(0, columns, BLOCK):
         end = min(columns, start + BLOCK)
-        block, inverse = remaining[:, start:end], factor[start:end, start:end]
-        errors = torch.empty_like(block)
-        for column in range(end - start):
-            value, scale = block[:, column], wide[:, start + column]
-            code = _codes(value, scale, bits)
-            codes[:, start + column] = code
-            errors[:, column] = (value - code * scale) / inverse[column, column]
-            block[:, column:] -= errors[:, column, None] * inverse[column, column:]
-        remaining[:, end:] -= errors @ factor[start:end, end:]
-    ordered = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    ordered[:, stats.order] = codes.to(torch.int8)
-    return Quantized(ordered, scales)
+        errors = _round_columns(remaining, factor, scales, stats.order, start, end, bits, codes)
+        remaining[:, end:].addmm_(errors, factor[start:end, end:], alpha=-1)
+    return Quantized(codes, scales)
+
+
+def _round_columns(remaining: Tensor, factor: Tensor, scales: Tensor, order: Tensor, start: int, end: int, bits: int,
+                   codes: Tensor) -> Tensor:
+    """Round these columns of `remaining` [N, K] into `codes`, changing those that follow; return their errors [N, end -
+    start]. Native kernels give the same bits."""
+    group = remaining.shape[1] // scales.shape[1]
+    library = native.library() if remaining.device.type == "cpu" else None
+    if library is not None:
+        errors, wide = remaining.new_empty(len(remaining), end - start), scales.float()
+        library.round_columns(remaining.data_ptr(), factor.data_ptr(), wide.data_ptr(), order.data_ptr(),
+                              *remaining.shape, start, end, group, bits, codes.data_ptr(), errors.data_ptr())
+        return errors
+    block, inverse = remaining[:, start:end], factor[start:end, start:end]
+    errors, wide = torch.empty_like(block), scales.float()[:, order[start:end] // group]
+    for column in range(end - start):
+        value, scale = block[:, column], wide[:, column]
+        code = _codes(value, scale, bits)
+        codes[:, order[start + column]] = code.to(torch.int8)
+        errors[:, column] = (value - code * scale) / inverse[column, column]
+        block[:, column + 1 :] -= errors[:, column, None] * inverse[column, column + 1 :]
+    return errors
 
 
 def _codes(weight: Tensor, scales: Tensor, bits: int) -> Tensor:

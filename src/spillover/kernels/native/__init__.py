@@ -46,6 +46,7 @@ _PARAMETERS = {
     "pack_numbers": (c_void_p, *[c_int64] * 4, *[c_void_p] * 2),
     "unpack_fields": (c_void_p, *[c_int64] * 5, c_void_p, c_int64),
     "int_scales": (c_void_p, *[c_int64] * 5, c_float, c_void_p, c_int64, *[c_void_p] * 2),
+    "round_columns": (*[c_void_p] * 4, *[c_int64] * 6, *[c_void_p] * 2),
     "rms_norm": (*[c_void_p] * 3, *[c_int64] * 4, c_float),
     "add_rms_norm": (*[c_void_p] * 5, *[c_int64] * 2, c_float),
     "silu_and_mul": (*[c_void_p] * 2, *[c_int64] * 2),

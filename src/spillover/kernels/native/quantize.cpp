@@ -1,6 +1,7 @@
-// Finds the scale of each group of weights that rounds it to integers with the least squared error, of those tried.
-// kernels/quantize.py has the same in torch.
+// The search for the scales of quantised weights, and their rounding with statistics of the inputs. kernels/quantize.py
+// has the same in torch.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "team.h"
@@ -10,6 +11,7 @@ namespace {
 
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
 constexpr int64_t kRowsTogether = 16;
+constexpr int64_t kBlock = 128;  // most columns of a block
 
 // Rounds to the type of the scales: 0 float32, 1 bfloat16, 2 float16 (scales are positive; ties go to even).
 float rounded(float x, int64_t type) {
@@ -56,6 +58,28 @@ float largest(const float* x, int64_t count) {
     return maximum<kLanes>(found);
 }
 
+// Makes the compiler forget what is at this address: otherwise it would fuse a product with the subtraction that
+// follows, which rounds once where torch rounds twice.
+inline void forget(const float* p) { asm volatile("" : : "r"(p) : "memory"); }
+
+void round_row(float* x, const float* factor, int64_t stride, const float* scales, const int64_t* order, int64_t group,
+               int64_t columns, float top, int8_t* codes, float* errors) {
+    float products[kBlock];
+    for (int64_t c = 0; c < columns; c++) {
+        const float* along = factor + c * stride;
+        const float scale = scales[order[c] / group];
+        const float code = std::min(top - 1.0f, std::max(-top, std::nearbyint(x[c] / scale)));
+        codes[order[c]] = static_cast<int8_t>(code);
+        products[c] = code * scale;
+        forget(products);
+        const float error = (x[c] - products[c]) / along[c];
+        errors[c] = error;
+        for (int64_t k = c + 1; k < columns; k++) products[k] = error * along[k];
+        forget(products);
+        for (int64_t k = c + 1; k < columns; k++) x[k] -= products[k];
+    }
+}
+
 }  // namespace
 
 // Writes the scales [rows, columns / group] of a weight [rows, columns], rounded to their type. least: a lower bound of
@@ -78,6 +102,23 @@ extern "C" void int_scales(const float* weight, int64_t rows, int64_t columns, i
                 }
                 scales[row * groups + g] = best;
             }
+        }
+    });
+}
+
+// Rounds columns [start, end) of values [rows, width], at most 128 of them, and writes their errors [rows, end - start].
+// Column k of values is column order[k] of the codes [rows, width], and its scale is that of the group of order[k].
+// factor: [width, width], upper triangular. The results have the bits of the torch code.
+extern "C" void round_columns(float* values, const float* factor, const float* scales, const int64_t* order,
+                              int64_t rows, int64_t width, int64_t start, int64_t end, int64_t group, int64_t bits,
+                              int8_t* codes, float* errors) {
+    const float top = static_cast<float>(1 << (bits - 1));
+    const int64_t columns = end - start;
+    share(ceil_div(rows, kRowsTogether), [&](int64_t i, int) {
+        for (int64_t row = i * kRowsTogether; row < smaller(rows, (i + 1) * kRowsTogether); row++) {
+            round_row(values + row * width + start, factor + start * width + start, width,
+                      scales + row * (width / group), order + start, group, columns, top, codes + row * width,
+                      errors + row * columns);
         }
     });
 }
