@@ -109,13 +109,19 @@ class InputStats:
 
     @staticmethod
     def of(total: Tensor) -> InputStats:
-        damped = total.to(torch.float64, copy=True)
+        """Compute the statistics from the sum, of which only the upper triangle is read."""
+        damped = total.to(torch.float64, copy=True).triu_()
+        damped += damped.triu(1).T
         mean = damped.diagonal().mean().item()
         damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
         importance = damped.diagonal().clone()
         order = importance.argsort(descending=True, stable=True)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped[order][:, order]))
-        factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+        # With the order reversed on both sides, the sum is L LT, and U is the inverse of L, reversed again.
+        backward = order.flip(0)
+        lower = torch.linalg.cholesky(damped[backward][:, backward])
+        del damped  # memory for four matrices of this size is planned
+        unit = torch.eye(len(order), dtype=lower.dtype, device=lower.device)
+        factor: Tensor = torch.linalg.solve_triangular(lower, unit, upper=False).flip(0, 1)
         return InputStats(order, importance.float(), factor.float())
 
 

@@ -18,11 +18,13 @@ from spillover.cli.main import main
 from spillover.engine.config import EngineConfig
 from spillover.engine.planned import plan_model
 from spillover.errors import SpilloverError
+from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.base import Linear
-from spillover.kernels.quantize import round_to_fp8, round_to_int
+from spillover.kernels.quantize import InputStats, round_to_fp8, round_to_int
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.export import export
 from spillover.models.loader import load_parts
+from spillover.models.quantize import calibration
 from spillover.models.quantize.calibration_text import read_tokens
 from spillover.models.quantize.quantize import QuantizeOptions, quantize
 from spillover.models.quantize.view import open_quantized
@@ -138,6 +140,34 @@ def test_calibration_halves_the_divergence(case: str, tmp_path: Path) -> None:
     with open_checkpoint(plain.folder) as one, open_checkpoint(calibrated.folder) as other:
         assert one.names() == other.names()
         assert one.config == other.config
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3moe"])
+def test_no_codes_depend_on_the_products_that_calibration_leaves_out(case: str, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    source, text = tiny(tmp_path, case), tmp_path / "text.txt"
+    text.write_text(TEXT * 60)
+    quick = quantize(source, tmp_path / "quick", QuantizeOptions("int4", calibration=text)).folder
+    monkeypatch.setattr(calibration, "LAST", ())
+    whole = quantize(source, tmp_path / "whole", QuantizeOptions("int4", calibration=text)).folder
+    with open_checkpoint(quick) as one, open_checkpoint(whole) as other:
+        for name in sorted(one.names()):
+            assert torch.equal(one.read(name), other.read(name)), name
+
+
+def test_sums_of_inputs_are_those_of_all_steps() -> None:
+    observed, random = calibration.Observed(), torch.Generator().manual_seed(0)
+    weight = Linear(observed, LinearShape((8,), 600), (torch.randn(8, 600, generator=random),))  # three pieces of rows
+    steps = [torch.randn(40, 600, generator=random) for _ in range(2)]
+    for x in steps:
+        assert torch.equal(observed.linear(x, weight), x @ weight.tensors[0].T)
+    x = torch.cat(steps)
+    (total,) = observed.sums.values()
+    assert torch.allclose(total.triu(), (x.T @ x).triu(), atol=1e-4)
+    found, expected = InputStats.of(total), InputStats.of(total.triu() + total.triu(1).T)
+    assert torch.equal(found.order, expected.order)
+    assert torch.equal(found.importance, expected.importance)
+    assert torch.equal(found.factor, expected.factor)
 
 
 def test_a_gguf_file_in_codes_is_dequantised_and_said_to_be(tmp_path: Path) -> None:

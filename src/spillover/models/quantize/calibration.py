@@ -32,13 +32,16 @@ from spillover.units import format_bytes
 
 BLOCK_SIZE = 16  # tokens per KV block
 STEP_TOKENS = 2048  # tokens computed by a layer at a time
+SUM_ROWS = 256  # rows of a sum of inputs that are added at a time, from the diagonal on
+LAST = ("down", "experts.down")  # linears whose outputs no other linear of the layer reads
 
 
 @dataclass(frozen=True, eq=False)
 class Observed(WeightFormat):
     """A dense format that also accumulates the sum of xT x over the inputs x of each matrix."""
 
-    sums: dict[int, Tensor] = field(default_factory=dict)  # sum by the address of the matrix
+    sums: dict[int, Tensor] = field(default_factory=dict)  # sum by the address of the matrix; its upper triangle alone
+    multiplies: bool = True  # False: outputs are zeros, as they are not read
     quant_method = "observed"
 
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
@@ -48,11 +51,13 @@ class Observed(WeightFormat):
         return w.tensors[0]
 
     def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
-        total = self.sums.get(w.tensors[0].data_ptr())
+        matrix, width = w.tensors[0], x.shape[1]
+        total = self.sums.get(matrix.data_ptr())
         if total is None:
-            total = self.sums[w.tensors[0].data_ptr()] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
-        total.addmm_(x.T, x)
-        return F.linear(x, w.tensors[0], bias)
+            total = self.sums[matrix.data_ptr()] = torch.zeros(width, width, device=x.device)
+        for start in range(0, width, SUM_ROWS):
+            total[start : start + SUM_ROWS, start:].addmm_(x[:, start : start + SUM_ROWS].T, x[:, start:])
+        return F.linear(x, matrix, bias) if self.multiplies else x.new_zeros(len(x), len(matrix))
 
 
 class Calibration:
@@ -84,8 +89,10 @@ class Calibration:
                    self._reader.part(part, lambda name: True).items()}
         specs = {spec.name: spec for spec in self._specs[part] if matrix_names(spec)}
         observed = Observed()
-        for _ in self._outputs({name: replace(weight, format=observed) if name in specs and isinstance(weight, Linear)
-                                else weight for name, weight in weights.items()}):
+        last = replace(observed, multiplies=False)
+        for _ in self._outputs({name: replace(weight, format=last if name in LAST else observed)
+                                if name in specs and isinstance(weight, Linear) else weight
+                                for name, weight in weights.items()}):
             pass
         self._codes = {}
         for name, spec in specs.items():
