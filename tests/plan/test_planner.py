@@ -12,7 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from spillover.errors import PlanError
+from spillover.kernels import native
+from spillover.kernels.fields import ITEMSIZE
 from spillover.memory.kv.kv_cache import KVCache
+from spillover.models.architectures import gpt_oss
 from spillover.plan.planner import RUNTIME_BYTES, STEPS_IN_FLIGHT, Plan, PlanRequest, make_plan, size_flag
 from spillover.plan.workspace import max_samples, workspace
 from spillover.units import parse_bytes
@@ -269,3 +272,16 @@ def test_rows_of_drafts_are_part_of_the_workspace() -> None:
     assert max_samples(256, 8192, 8) == 512  # one draft token each for a large batch
     assert max_samples(16, 40, 8) == 40
     assert max_samples(64, 8, 8) == 64
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [("float32", 0), ("bfloat16", 2)])
+def test_only_experts_that_a_cpu_dequantises_need_memory_for_it(dtype: str, copies: int) -> None:
+    """Native kernels multiply MXFP4 experts in float32 in their codes; torch's dequantise and pack one linear."""
+    if dtype == "float32" and not native.multiplies_codes():
+        pytest.skip("this CPU does not multiply codes")
+    dense = replace(GPT_OSS, expert_format="dense")
+    flags: dict[str, Any] = {"dtype": dtype, "max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    codes, plain = (make_plan(PlanRequest(**flags), config, gpt_oss.weight_specs(config), CPU)
+                    for config in (GPT_OSS, dense))
+    gate_up = 2 * 2880 * 2880 * ITEMSIZE[dtype]
+    assert codes.workspace_bytes - plain.workspace_bytes == copies * gate_up

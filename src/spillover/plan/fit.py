@@ -101,7 +101,8 @@ class Sizes:
                           self.captured_rows(length),
                           max_samples(self.max_num_seqs, tokens, self.request.draft_tokens))
         ranks = 2 * RANK_CALL_BYTES if self.request.ranks > 1 and self.device == "cuda" else 0
-        space = replace(space, kernels=space.kernels + self.shape.scratch_bytes + ranks,
+        experts = self.shape.expert_scratch_bytes if self.device == "cpu" else 0
+        space = replace(space, kernels=space.kernels + self.shape.scratch_bytes + experts + ranks,
                         drafting=self._drafting(length))
         if not long:
             return space

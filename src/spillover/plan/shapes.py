@@ -37,7 +37,8 @@ class ModelShape:
     windows: tuple[tuple[int | None, int], ...]  # (window, number of layers that have it)
     group_layers: int  # layers in a KV block
     group_windows: tuple[int | None, ...]  # window of each layer group
-    scratch_bytes: int  # maximum scratch memory of a linear, in addition to its result
+    scratch_bytes: int  # maximum scratch memory of a linear, in addition to its result; experts are not counted
+    expert_scratch_bytes: int  # the same for one linear of an expert, as a CPU multiplies it
 
     @property
     def weight_bytes(self) -> int:
@@ -102,14 +103,16 @@ def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, kv_dtype: s
         windows=tuple(Counter(config.windows).items()),
         group_layers=len(groups[0].layers),
         scratch_bytes=scratch_bytes(specs, dtype),
+        expert_scratch_bytes=scratch_bytes(specs, dtype, experts=True),
         group_windows=tuple(group.window for group in groups),
     )
 
 
-def scratch_bytes(specs: WeightSpecs, dtype: str) -> int:
-    """Return the maximum scratch memory of a linear in bytes, in addition to its result; experts are not counted."""
+def scratch_bytes(specs: WeightSpecs, dtype: str, experts: bool = False) -> int:
+    """Return the maximum scratch memory of a linear in bytes, in addition to its result, either of experts or of all
+    others."""
     return max((spec.format.scratch_bytes(spec.linear, dtype) for listed in specs.values() for spec in listed
-                if spec.format is not None and not is_expert(spec.name)), default=0)
+                if spec.format is not None and is_expert(spec.name) == experts), default=0)
 
 
 def kv_layer_bytes(config: ModelConfig, dtype: str, kv_dtype: str = "auto") -> int:

@@ -80,8 +80,6 @@ def workspace(
     kernels = BLAS_BYTES[device] + (0 if native else SCORES_BYTES)
     if device == "cuda":
         kernels += _cuda_bytes(config, dtype, captured, rows, samples, positions) + _wide_bytes(config, dtype, tokens)
-    if config.expert_format != "dense" and device == "cpu":  # experts are dequantised one at a time, then packed
-        kernels += 2 * 2 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
     if config.is_moe and device == "cpu" and native:
         pair = 2 * config.hidden_size + 3 * config.expert_intermediate_size
         kernels += min(EXPERT_SCRATCH_BYTES, 4 * tokens * config.experts_per_token * pair)
