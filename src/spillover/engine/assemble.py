@@ -57,10 +57,11 @@ from spillover.models.fingerprint import model_fingerprint
 from spillover.models.gguf.gguf_header import headers_kept
 from spillover.models.hub.store import resolve
 from spillover.models.layers import KVViews
+from spillover.models.quantize.calibrated import calibrated_copy
 from spillover.models.sharding.ranks import ONE_RANK, Ranks
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.models.weight_specs import WeightSpecs
-from spillover.plan.hardware import trim_heap
+from spillover.plan.hardware import probe, trim_heap
 from spillover.plan.measure import quick_rates
 from spillover.plan.planner import Plan
 from spillover.plan.workspace import draft_rows
@@ -87,6 +88,11 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     """Build an engine. `on_plan` gets the plan before weights are loaded; `progress` gets (done, total, stage)."""
     show = progress or quiet
     path = resolve(config.model, lambda what, done, total: show(done, total, what))
+    if config.calibrate is not None and config.quantization is not None:
+        device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+        path = calibrated_copy(path, config.quantization, Path(config.calibrate), device, probe().memory_available,
+                               lambda what, done, total: show(done, total, what))
+        config = replace(config, model=str(path), quantization=None, calibrate=None)
     show(0, 0, TOKENIZER)
     # Loaded before the plan is made, which counts the memory that the process already uses.
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or path, config.chat_template)

@@ -48,8 +48,11 @@ class EngineConfig:
     quantization: str | None = _flag(None, "Quantise the linears of unquantised layers while they load: fp8 (e4m3, a "
                                            "scale per row), int8 or int4 (a scale per 128 columns, or per 64 or 32 "
                                            "where 128 does not divide a row). `spill quantize` writes the same to a "
-                                           "folder, and can calibrate it. Quantised files are recognised without it.",
+                                           "folder. Quantised files are recognised without it.",
                                      ("fp8", "int8", "int4"))
+    calibrate: str | None = _flag(None, "Text to calibrate --quantization int4 or int8 on, which lowers its error: a "
+                                        "file as for `spill quantize`. The first start quantises the model, which "
+                                        "takes minutes or more; the result stays in the model cache.")
     device: str = _flag("auto", "Device to compute on.", ("auto", "cpu", "cuda"))
     tensor_parallel_size: int = _flag(1, "Ranks: processes that each hold a part of every layer and compute each step "
                                          "together: on CUDA one per device, else on the CPU. --gpu-memory is each "
@@ -195,6 +198,8 @@ class EngineConfig:
             raise SpilloverError("--gpu-memory and --num-gpu-blocks-override contradict each other: give one of them")
         if self.enforce_eager and self.graph_capture == "start":
             raise SpilloverError("--enforce-eager and --graph-capture start contradict each other: give one of them")
+        if self.calibrate is not None and (self.quantization not in ("int4", "int8") or self.load_format != "auto"):
+            raise SpilloverError("--calibrate needs the weights of a model and --quantization int4 or int8")
         self._check_ranks()
         self._check_weights()
         self._check_tiers()

@@ -24,6 +24,7 @@ from spillover.kernels.quantize import InputStats, round_to_fp8, round_to_int
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.export import export
 from spillover.models.loader import load_parts
+from spillover.models.hub.store import list_models, verify
 from spillover.models.quantize import calibration
 from spillover.models.quantize.calibration_text import read_tokens
 from spillover.models.quantize.quantize import QuantizeOptions, quantize
@@ -140,6 +141,44 @@ def test_calibration_halves_the_divergence(case: str, tmp_path: Path) -> None:
     with open_checkpoint(plain.folder) as one, open_checkpoint(calibrated.folder) as other:
         assert one.names() == other.names()
         assert one.config == other.config
+
+
+def test_an_engine_calibrates_once_and_keeps_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start with --calibrate has the weights of `spill quantize --calibrate`; other texts make other copies."""
+    monkeypatch.setenv("SPILLOVER_CACHE", str(tmp_path / "cache"))
+    source, text = tiny(tmp_path), tmp_path / "text.txt"
+    text.write_text(TEXT * 60)
+    written = quantize(source, tmp_path / "out", QuantizeOptions("int4", calibration=text)).folder
+    prompt, params = {"prompt_token_ids": [1, 5, 9, 3]}, SamplingParams(temperature=0, max_tokens=12, logprobs=0)
+
+    def answer(**flags: Any) -> Any:
+        with LLM(max_model_len=64, num_gpu_blocks_override=8, **flags) as llm:
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            return output.outputs[0].token_ids, output.outputs[0].cumulative_logprob
+
+    wanted = answer(model=str(written))
+    assert answer(model=str(source), quantization="int4", calibrate=str(text)) == wanted
+    assert wanted != answer(model=str(source), quantization="int4")
+    (copy,) = list_models()
+    assert verify(copy.name).nbytes == copy.nbytes
+    made = copy.path.stat().st_mtime_ns
+    assert answer(model=str(source), quantization="int4", calibrate=str(text)) == wanted
+    assert [each.path.stat().st_mtime_ns for each in list_models()] == [made]
+    text.write_text(TEXT * 61)
+    answer(model=str(source), quantization="int4", calibrate=str(text))
+    assert len(list_models()) == 2
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ({"calibrate": "text.txt"}, "--calibrate needs the weights of a model and --quantization int4 or int8"),
+    ({"calibrate": "text.txt", "quantization": "fp8"}, "--calibrate needs"),
+    ({"calibrate": "text.txt", "quantization": "int4", "load_format": "dummy"}, "--calibrate needs"),
+    ({"calibrate": "there-is-none.txt", "quantization": "int4"}, "cannot read --calibrate 'there-is-none.txt'"),
+])
+def test_calibrations_of_an_engine_that_are_none(flags: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(SpilloverError) as refused:
+        LLM(str(tiny(tmp_path)), **flags)
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3moe"])

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +83,17 @@ def pull(source: str, name: str | None = None, progress: Progress | None = None)
     return _stored(models_folder() / name)
 
 
+def make(name: str, write: Callable[[Path], None], progress: Progress | None = None) -> Path:
+    """Return the stored model `name`. If there is none, `write` writes its files to an empty folder first."""
+    with _locked(name, progress):
+        if not (models_folder() / name).is_dir():
+            with _assembling(name) as folder:
+                write(folder)
+                _write_manifest(folder, {file.name: (file.stat().st_size, _sha256(file))
+                                         for file in sorted(folder.iterdir())})
+    return resolve(name)
+
+
 def list_models() -> list[StoredModel]:
     root = models_folder()
     folders = sorted(root.iterdir(), key=lambda folder: folder.name.lower()) if root.is_dir() else []
@@ -106,18 +117,23 @@ def verify(name: str, progress: Progress | None = None) -> StoredModel:
     stored = _require(name)
     _check_sizes(stored)
     folder = models_folder() / stored.name
-    for file, (size, sha256) in _manifest(folder).items():
-        digest, done = hashlib.sha256(), 0
-        with (folder / file).open("rb") as source:
-            while chunk := source.read(COPY_NBYTES):
-                digest.update(chunk)
-                done += len(chunk)
-                if progress is not None:
-                    progress(f"Verifying {file}", done, size)
-        if digest.hexdigest() != sha256:
-            raise SpilloverError(f"{folder / file} is damaged: its sha256 is {digest.hexdigest()}, expected {sha256}; "
+    for file, (_, sha256) in _manifest(folder).items():
+        found = _sha256(folder / file, progress)
+        if found != sha256:
+            raise SpilloverError(f"{folder / file} is damaged: its sha256 is {found}, expected {sha256}; "
                                  f"remove {stored.name} and pull it again")
     return stored
+
+
+def _sha256(file: Path, progress: Progress | None = None) -> str:
+    digest, done, total = hashlib.sha256(), 0, file.stat().st_size
+    with file.open("rb") as source:
+        while chunk := source.read(COPY_NBYTES):
+            digest.update(chunk)
+            done += len(chunk)
+            if progress is not None:
+                progress(f"Verifying {file.name}", done, total)
+    return digest.hexdigest()
 
 
 def _default(progress: Progress | None) -> Path:
