@@ -23,8 +23,8 @@ from spillover.kernels.formats.base import Linear
 from spillover.kernels.quantize import InputStats, round_to_fp8, round_to_int
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.export import export
-from spillover.models.loader import load_parts
 from spillover.models.hub.store import list_models, verify
+from spillover.models.loader import load_parts
 from spillover.models.quantize import calibration
 from spillover.models.quantize.calibration_text import read_tokens
 from spillover.models.quantize.quantize import QuantizeOptions, quantize
