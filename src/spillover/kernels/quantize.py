@@ -131,10 +131,10 @@ def gptq_round(weight: Tensor, stats: InputStats, bits: int, group: int, dtype: 
     weight = weight.float()
     scales = int_scales(weight, bits, group, dtype, stats.importance)
     remaining, factor, columns = weight.index_select(1, stats.order), stats.factor.contiguous(), weight.shape[1]
-    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    codes, wide = torch.empty(weight.shape, dtype=torch.int8, device=weight.device), scales.float()
     for start in range(0, columns, BLOCK):
         end = min(columns, start + BLOCK)
-        errors = _round_columns(remaining, factor, scales, stats.order, start, end, bits, codes)
+        errors = _round_columns(remaining, factor, wide, stats.order, start, end, bits, codes)
         remaining[:, end:].addmm_(errors, factor[start:end, end:], alpha=-1)
     return Quantized(codes, scales)
 
@@ -142,16 +142,16 @@ def gptq_round(weight: Tensor, stats: InputStats, bits: int, group: int, dtype: 
 def _round_columns(remaining: Tensor, factor: Tensor, scales: Tensor, order: Tensor, start: int, end: int, bits: int,
                    codes: Tensor) -> Tensor:
     """Round these columns of `remaining` [N, K] into `codes`, changing those that follow; return their errors [N, end -
-    start]. Native kernels give the same bits."""
+    start]. `scales` is float32. Native kernels give the same bits."""
     group = remaining.shape[1] // scales.shape[1]
     library = native.library() if remaining.device.type == "cpu" else None
     if library is not None:
-        errors, wide = remaining.new_empty(len(remaining), end - start), scales.float()
-        library.round_columns(remaining.data_ptr(), factor.data_ptr(), wide.data_ptr(), order.data_ptr(),
+        errors = remaining.new_empty(len(remaining), end - start)
+        library.round_columns(remaining.data_ptr(), factor.data_ptr(), scales.data_ptr(), order.data_ptr(),
                               *remaining.shape, start, end, group, bits, codes.data_ptr(), errors.data_ptr())
         return errors
     block, inverse = remaining[:, start:end], factor[start:end, start:end]
-    errors, wide = torch.empty_like(block), scales.float()[:, order[start:end] // group]
+    errors, wide = torch.empty_like(block), scales[:, order[start:end] // group]
     for column in range(end - start):
         value, scale = block[:, column], wide[:, column]
         code = _codes(value, scale, bits)

@@ -200,19 +200,14 @@ def _write_tokens(into: StepArrays, items: ItemArrays, table: RequestTable) -> N
     pending = items.starts + items.counts > table.num_known[items.slots]  # only an item's last row can be pending
     token_ids, sources = array("i"), array("i")  # arrays, as some items have thousands of rows
     for item, is_pending, drawn in zip(items.items, pending.tolist(), draws.tolist(), strict=True):
-        token_ids += table[item.id].token_ids[item.start:item.end]
-        known = item.count - is_pending
+        unknown: Sequence[int] = ()  # sources of the last rows, whose tokens only the device knows
         if item.draft_on_device:
-            known = item.count - len(item.draft)
-            token_ids.extend([0] * len(item.draft))
-            sources += _KNOWN * known
-            sources.extend(table.drafted[item.id][:len(item.draft)])
-            continue
-        sources += _KNOWN * (item.count if item.draft else known)
-        if item.draft:
-            token_ids.extend(item.draft)
-        elif is_pending:
-            token_ids.append(0)
-            sources.append(drawn)
+            unknown = table.drafted[item.id][:len(item.draft)]
+        elif is_pending and not item.draft:
+            unknown = (drawn,)
+        token_ids += table[item.id].token_ids[item.start:item.end]
+        token_ids.extend([0] * len(unknown) if unknown else item.draft)
+        sources += _KNOWN * (item.count - len(unknown))
+        sources.extend(unknown)
     into.token_ids[:items.num_rows] = np.frombuffer(token_ids, dtype=np.int32)
     into.sources[:items.num_rows] = np.frombuffer(sources, dtype=np.int32)

@@ -54,7 +54,8 @@ class HeadDrafter:
         start, size = len(request.token_ids) - 1, self._kv.block_size
         table = self._kv.table(request.request_id)
         first = start // size  # earlier blocks were sent to the runner when their positions were computed
-        return DraftItem(request.run_id, start, min(most, len(table) * size - start), first, tuple(table[first:]))
+        count = min(most, len(table) * size - start)
+        return DraftItem(request.run_id, start, count, first, tuple(table[first:(start + count) // size + 1]))
 
 
 def _needs_tokens(request: Request) -> bool:
